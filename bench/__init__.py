@@ -1,0 +1,1 @@
+"""Benchmarks, and the comparison with peers."""

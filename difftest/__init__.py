@@ -1,0 +1,1 @@
+"""Differential tests: generated batches, byte comparison, and what proves kernels/ equal to reference/."""

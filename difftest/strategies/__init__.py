@@ -1,0 +1,46 @@
+"""Hypothesis strategies: one module per op, each with `cases()`, which draws the arguments of one call, on the CPU.
+
+Excluded from every strategy, because the outcome is undefined: the same slot twice in one write, except with equal
+identity and chain; the same destination twice in one move; the same row twice in one write, scatter or chain_tails;
+output tensors that overlap. A token written twice with equal identity and chain gets equal owners here, since either
+writer may win.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis.strategies import SearchStrategy
+
+Cases = Callable[[], SearchStrategy[dict[str, Any]]]
+
+_REGISTERED: dict[str, Cases] = {}
+
+
+def cases(op: str) -> SearchStrategy[dict[str, Any]]:
+    """Return the strategy that draws calls of `op`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if op not in _REGISTERED:
+        name = f"{__name__}.{op}"
+        try:
+            _REGISTERED[op] = importlib.import_module(name).cases
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+            raise ValueError(f"kv-canary: difftest: op must be one with a strategy, got {op!r}") from error
+    return _REGISTERED[op]()
+
+
+def register_cases(op: str) -> Callable[[Cases], Cases]:
+    """Register the decorated function as the strategy of `op`."""
+
+    def decorate(function: Cases) -> Cases:
+        _REGISTERED[op] = function
+        return function
+
+    return decorate

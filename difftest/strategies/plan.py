@@ -1,0 +1,88 @@
+"""Cases of plan: batches over tables as engines keep them, and tables that hold anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from kv_canary.difftest.strategies.domain import (
+    HOSTILE,
+    HOSTILE_32,
+    batch_sizes,
+    int64,
+    lengths,
+    owner_numbers,
+    replace_some,
+    seeds,
+    steps,
+    strided_rows,
+)
+from kv_canary.specs.structures import VerifyPlan, WritePlan
+
+
+@st.composite
+def cases(draw: Any) -> dict[str, Any]:
+    """Draw one call of plan."""
+    hostile = draw(st.booleans())
+    rng = np.random.default_rng(draw(seeds))
+    bs = draw(batch_sizes())
+    width = max(1, draw(lengths()))
+    short = st.integers(0, width) if bs > 20 else st.one_of(st.integers(0, width), st.just(width))
+    prefix = [draw(short) for _ in range(min(bs, 20))]
+    prefix += [int(p) for p in rng.integers(0, min(width, 20) + 1, bs - len(prefix))]
+    kind = draw(st.sampled_from(["decode", "extend", "mixed"]))
+    extend = [1] * bs if kind == "decode" else [int(e) for e in rng.integers(0 if kind == "mixed" else 1, 40, bs)]
+    num_rows = bs + 1 + draw(st.integers(0, 2))
+    rows = [int(r) for r in rng.permutation(np.arange(1, num_rows))[:bs]]
+    for _ in range(draw(st.integers(0, 2)) if bs else 0):
+        rows[draw(st.integers(0, bs - 1))] = 0
+    num_slots = draw(st.sampled_from([1, 40, 5000]))
+    table = rng.integers(0, num_slots, (num_rows, width), dtype=np.int32)
+
+    lut = None
+    if draw(st.booleans()):
+        # A sub-pool: most slots have a place in it, evicted ones map to 0.
+        lut = rng.integers(0, num_slots, num_slots)
+        lut[rng.random(num_slots) < draw(st.sampled_from([0.0, 0.3, 1.0]))] = 0
+    if hostile:
+        rows = replace_some(draw, rows, (*HOSTILE, num_rows))
+        prefix = replace_some(draw, prefix, (*HOSTILE, width + 1))
+        extend = replace_some(draw, extend)
+        for _ in range(draw(st.integers(0, 5))):
+            at = draw(st.integers(0, num_rows - 1)), draw(st.integers(0, width - 1))
+            table[at] = draw(st.sampled_from([*HOSTILE_32, num_slots]))
+        if lut is not None:
+            for _ in range(draw(st.integers(0, 3))):
+                lut[draw(st.integers(0, num_slots - 1))] = draw(st.sampled_from(HOSTILE))
+
+    arguments: dict[str, Any] = {
+        "rows": int64(rows),
+        "owners": int64(draw(owner_numbers) for _ in range(bs)) if bs <= 20 and draw(st.booleans()) else None,
+        "prefix_lens": int64(prefix),
+        "extend_lens": int64(extend),
+        "req_to_token": strided_rows(draw, torch.from_numpy(table)),
+        "window": draw(st.sampled_from([0, 0, 1, 2, 15, 16, 31, 127, 128, 1023])),
+        "after_write": draw(st.booleans()),
+        "lut": None if lut is None else torch.from_numpy(lut.astype(np.int64)),
+    }
+    if draw(st.booleans()):
+        shape = max(1, num_rows - draw(st.integers(0, 2))), max(1, width + draw(st.integers(-5, 5)))
+        known = [int(n) for n in rng.integers(0, width + 8, bs)]
+        arguments["expected_tokens"] = strided_rows(draw, torch.from_numpy(rng.integers(-1, 1 << 17, shape, np.int32)))
+        arguments["expected_lens"] = int64(replace_some(draw, known) if hostile else known)
+        arguments["token_offset"] = draw(st.sampled_from([0, 0, 1, -1, 7]))
+    if draw(st.booleans()):
+        strides = [int(n) for n in rng.integers(1, 6, bs)]
+        arguments["strides"] = int64(replace_some(draw, strides) if hostile else strides)
+        arguments["step"] = int64([draw(st.one_of(steps, st.just(-3)))])
+    capacity = draw(st.one_of(st.just(sum(p for p in prefix if 0 <= p <= width)), st.integers(0, 300)))
+    write_cap = bs + draw(st.integers(0, 2))
+    return {
+        **arguments,
+        "verify_plan": VerifyPlan.allocate(verify_cap=capacity),
+        "write_plan": WritePlan.allocate(write_cap=write_cap),
+        "status": torch.zeros(1, dtype=torch.int32),
+    }

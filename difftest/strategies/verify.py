@@ -1,0 +1,76 @@
+"""Cases of verify: plans over records that fit, then damaged; and plans that hold anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from kv_canary.constants import HEAD_OF_CHAIN, UNCHECKED, Tag
+from kv_canary.difftest.strategies.domain import (
+    HOSTILE,
+    World,
+    damage_bytes,
+    damage_records,
+    int64,
+    replace_some,
+    steps,
+    violation_logs,
+    worlds,
+)
+from kv_canary.specs.structures import VerifyPlan
+
+
+def plan_world(world: World, *, first: dict[int, int] | None = None) -> dict[str, list[int]]:
+    """Return the entries, by field, that verify each request's positions from `first[row]` (0) on."""
+    entries: dict[str, list[int]] = {"slots": [], "prev_slots": [], "positions": [], "tokens": [], "rows": []}
+    for row, n in zip(world.rows, world.lengths, strict=True):
+        start = min((first or {}).get(row, 0), n)
+        slots = world.slots[row].tolist()
+        for p in range(start, n):
+            previous = slots[p - 1] if p > start else UNCHECKED
+            entries["slots"].append(slots[p])
+            entries["prev_slots"].append(HEAD_OF_CHAIN if p == 0 else previous)
+            entries["positions"].append(p)
+            entries["tokens"].append(int(world.tokens[row, p]))
+            entries["rows"].append(row)
+    return entries
+
+
+@st.composite
+def cases(draw: Any) -> dict[str, Any]:
+    """Draw one call of verify."""
+    world = draw(worlds(tag=int(draw(st.sampled_from(list(Tag))))))
+    rng = np.random.default_rng(world.seed)
+    entries = plan_world(world, first={r: draw(st.sampled_from([0, 0, 1, 16])) for r in world.rows})
+    n = len(entries["slots"])
+    if draw(st.booleans()):
+        entries["tokens"] = [-1] * n
+    damage_records(draw, world.endpoint.records)
+    damage_bytes(draw, world.endpoint.k_source)
+    damage_bytes(draw, world.endpoint.v_source)
+    if draw(st.booleans()):
+        # Entries an engine would never ask for: other slots, positions and tokens, and values out of any range.
+        odd = (*HOSTILE, 0, 1, world.num_slots - 1, world.num_slots, world.num_slots + 1)
+        for name in ("slots", "prev_slots", "positions", "tokens"):
+            entries[name] = replace_some(draw, entries[name], odd)
+        entries["rows"] = replace_some(draw, entries["rows"], (-1, 0, world.num_rows, (1 << 31) - 1, -(1 << 31)))
+    spare = draw(st.integers(0, 3))
+    filler = [int(v) for v in rng.integers(-5, 50, spare)]
+    valid = draw(st.sampled_from([n, n, n, n - 1, 0, -1, n + spare, n + spare + 1, (1 << 31) - 1]))
+    return {
+        "verify_plan": VerifyPlan(
+            **{name: int64(entries[name] + filler) for name in ("slots", "prev_slots", "positions", "tokens")},
+            rows=torch.tensor(entries["rows"] + filler, dtype=torch.int32),
+            num_valid=torch.tensor([valid], dtype=torch.int32),
+            num_requested=torch.tensor([n]),
+        ),
+        "endpoint": world.endpoint,
+        "anchors": world.anchors if draw(st.booleans()) else None,
+        "step": int64([draw(steps)]),
+        "track_lifetime": draw(st.booleans()),
+        "violations": draw(violation_logs()),
+        "counters": torch.arange(2 * len(Tag)).view(-1, 2),
+    }

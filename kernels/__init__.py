@@ -1,0 +1,1 @@
+"""One Triton implementation per op, equal to the reference to the byte."""

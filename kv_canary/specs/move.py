@@ -1,0 +1,34 @@
+"""move: carry records along when KV is copied from slot to slot."""
+
+from __future__ import annotations
+
+import torch
+
+from kv_canary.constants import RECORD_WORDS
+from kv_canary.specs.interface import KernelSpec, ScalarSpec, TensorsSpec, TensorSpec
+
+SPEC = KernelSpec(
+    name="move",
+    doc="""Carry records along when KV is copied from slot to slot.
+
+    Behaves as if every source were read first. A destination gets the source's record under a new writer, or zeroes
+    where the source is out of range, slot 0, never written or retired. Destinations out of range are skipped.
+    """,
+    arguments={
+        "src": TensorSpec(dtype=torch.int64, shape=("n",), doc="slots copied from"),
+        "dst": TensorSpec(dtype=torch.int64, shape=("n",), doc="slots copied to"),
+        "owner": ScalarSpec(type=int, doc="serial number of the new owner"),
+        "step": TensorSpec(dtype=torch.int64, shape=(1,), doc="step number, for the writer word"),
+        "records": TensorsSpec(
+            each=TensorSpec(
+                dtype=torch.int64,
+                shape=("num_slots", RECORD_WORDS),
+                role="inout",
+                row_strided=True,
+                row_multiple=RECORD_WORDS,
+            ),
+            doc="record buffers, all to be treated alike",
+        ),
+        "staged": TensorSpec(dtype=torch.int64, shape=("n", RECORD_WORDS), role="scratch", doc="sources as read"),
+    },
+)

@@ -1,0 +1,32 @@
+"""retire: mark the records of freed slots, so that a later read of them is seen."""
+
+from __future__ import annotations
+
+import torch
+
+from kv_canary.constants import RECORD_WORDS
+from kv_canary.specs.interface import KernelSpec, ScalarSpec, TensorsSpec, TensorSpec
+
+SPEC = KernelSpec(
+    name="retire",
+    doc="""Mark the records of freed slots, so that a later read of them is seen.
+
+    The writer word of every named record that was ever written becomes (retired, step, owner); the rest stays for
+    the report. Slots out of range and slot 0 are skipped.
+    """,
+    arguments={
+        "slots": TensorSpec(dtype=torch.int64, shape=("n",), doc="slots freed"),
+        "owner": ScalarSpec(type=int, doc="serial number of who freed them"),
+        "step": TensorSpec(dtype=torch.int64, shape=(1,), doc="step number, for the writer word"),
+        "records": TensorsSpec(
+            each=TensorSpec(
+                dtype=torch.int64,
+                shape=("num_slots", RECORD_WORDS),
+                role="inout",
+                row_strided=True,
+                row_multiple=RECORD_WORDS,
+            ),
+            doc="record buffers, all to be treated alike",
+        ),
+    },
+)

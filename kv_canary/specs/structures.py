@@ -1,0 +1,189 @@
+"""The structures that ops take: plans, endpoints, KV sources and the violation log.
+
+A tensor field carries its `TensorSpec`, so that validation, allocation and difftest all read one declaration.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+
+from kv_canary.constants import RECORD_WORDS, VIOLATION_WORDS, Tag
+from kv_canary.errors import must_be
+from kv_canary.specs.interface import TensorSpec, allocate_tensor
+
+
+def _tensor(dtype: torch.dtype, *shape: Any, doc: str, **options: Any) -> Any:
+    return field(metadata={"spec": TensorSpec(dtype=dtype, shape=shape, doc=doc, **options)})
+
+
+class _Allocates:
+    """Adds `allocate(device=..., <size>=...)` to a structure whose fields are all tensors."""
+
+    @classmethod
+    def allocate(cls, *, device: torch.device | str = "cpu", **sizes: int) -> Self:
+        """Allocate every field, zeroed, on `device`; sizes are given by the names used in the field shapes."""
+        fields = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        return cls(**{name: allocate_tensor(f.metadata["spec"], sizes, device) for name, f in fields.items()})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VerifyPlan(_Allocates):
+    """Which records to verify, entry by entry; allocate with `verify_cap=`. Only the first `num_valid` entries count."""
+
+    slots: torch.Tensor = _tensor(torch.int64, "verify_cap", doc="slot of the entry, or BAD_SLOT")
+    prev_slots: torch.Tensor = _tensor(torch.int64, "verify_cap", doc="slot of the position before, or a slot code")
+    positions: torch.Tensor = _tensor(torch.int64, "verify_cap", doc="expected position")
+    tokens: torch.Tensor = _tensor(torch.int64, "verify_cap", doc="expected token, or -1: not checked")
+    rows: torch.Tensor = _tensor(torch.int32, "verify_cap", doc="row of the request that relies on the entry")
+    num_valid: torch.Tensor = _tensor(torch.int32, 1, doc="entries written: min(num_requested, verify_cap)")
+    num_requested: torch.Tensor = _tensor(torch.int64, 1, doc="entries the batch asked for")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WritePlan(_Allocates):
+    """Which segment of the flat inputs each request writes; allocate with `write_cap=`."""
+
+    rows: torch.Tensor = _tensor(torch.int64, "write_cap", doc="row, 0 for padding")
+    owners: torch.Tensor = _tensor(torch.int64, "write_cap", doc="serial number of the request")
+    offsets: torch.Tensor = _tensor(torch.int64, "write_cap+1", doc="segment r is [offsets[r], offsets[r+1])")
+    prefix_lens: torch.Tensor = _tensor(torch.int64, "write_cap", doc="tokens cached before this forward")
+    seed_slots: torch.Tensor = _tensor(torch.int64, "write_cap", doc="slot of the last cached token, or a slot code")
+    num_requests: torch.Tensor = _tensor(torch.int32, 1, doc="requests in the plan, padding counted")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ViolationLog(_Allocates):
+    """Where violations go; allocate with `ring_cap=`. Rows past the capacity are dropped, `count` counts them all."""
+
+    ring: torch.Tensor = _tensor(torch.int64, "ring_cap", VIOLATION_WORDS, doc="violation rows")
+    count: torch.Tensor = _tensor(torch.int64, 1, doc="violations ever found")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KvSource:
+    """The K or the V bytes of a pool, as views: what a fingerprint is taken of.
+
+    With e = slot - slot_bias, a slot's token lies in row e // page_size of every layer, at byte
+    `offset_bytes + (e % page_size) * bytes_per_token` of that row. A token at position p is covered in layer
+    p % n, window (p // n) % num_windows; window w covers bytes [w * read_bytes, (w + 1) * read_bytes) of the
+    token, the last one ending at bytes_per_token.
+
+    Args:
+        layers: one view per layer, `[num_rows, ...]`, any dtype, contiguous inside a row, all of one geometry.
+            Views, not copies: the table of their addresses is built here, once, on their device.
+        page_size: tokens in a row.
+        bytes_per_token: bytes of one token in one layer.
+        read_bytes: bytes fingerprinted of a token; `bytes_per_token` or more covers a whole layer.
+        offset_bytes: bytes before the first token of a row.
+        slot_bias: subtracted from a slot first; 1 for an engine whose slot 0 holds a real token.
+
+    Raises:
+        TypeError, ValueError: naming the field, what it must be and what came.
+    """
+
+    layers: tuple[torch.Tensor, ...]
+    page_size: int
+    bytes_per_token: int
+    read_bytes: int = 16
+    offset_bytes: int = 0
+    slot_bias: int = 0
+    table: torch.Tensor = field(init=False, repr=False)
+    alignment: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("page_size", 1),
+            ("bytes_per_token", 1),
+            ("read_bytes", 1),
+            ("offset_bytes", 0),
+            ("slot_bias", 0),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(must_be("KvSource", name, "an int", type(value).__name__))
+            if value < low:
+                raise ValueError(must_be("KvSource", name, f"at least {low}", str(value)))
+        if not isinstance(self.layers, tuple | list) or not all(isinstance(x, torch.Tensor) for x in self.layers):
+            raise TypeError(must_be("KvSource", "layers", "a tuple of tensors", type(self.layers).__name__))
+        if not self.layers:
+            raise ValueError(must_be("KvSource", "layers", "at least one tensor", "none"))
+        object.__setattr__(self, "layers", tuple(self.layers))
+        first = self.layers[0]
+        if first.dim() < 1:
+            raise ValueError(must_be("KvSource", "layers[0]", "of shape [num_rows, ...]", "a scalar"))
+        geometry = (first.shape, first.stride(), first.dtype, first.device)
+        for i, layer in enumerate(self.layers):
+            if (layer.shape, layer.stride(), layer.dtype, layer.device) != geometry:
+                expected = f"like layers[0] ({_describe(first)})"
+                raise ValueError(must_be("KvSource", f"layers[{i}]", expected, _describe(layer)))
+        if first.numel() and not first[0].is_contiguous():
+            raise ValueError(must_be("KvSource", "layers[0]", "contiguous inside a row", f"strides {first.stride()}"))
+        needed = self.offset_bytes + self.page_size * self.bytes_per_token
+        if needed > self.row_bytes:
+            expected = f"at least {needed} bytes a row (offset_bytes + page_size * bytes_per_token)"
+            raise ValueError(must_be("KvSource", "layers[0]", expected, f"{self.row_bytes}"))
+        addresses = [layer.data_ptr() for layer in self.layers]
+        object.__setattr__(self, "table", torch.tensor(addresses, dtype=torch.int64, device=first.device))
+        # The widest load, of 1, 2, 4 or 8 bytes, that every fingerprinted word is aligned to.
+        numbers = [*addresses, self.row_stride_bytes, self.offset_bytes, self.bytes_per_token]
+        if self.num_windows > 1:
+            numbers.append(self.read_bytes)
+        object.__setattr__(self, "alignment", math.gcd(8, *numbers))
+
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0].device
+
+    @property
+    def num_rows(self) -> int:
+        return self.layers[0].shape[0]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes inside one row."""
+        return math.prod(self.layers[0].shape[1:]) * self.layers[0].element_size()
+
+    @property
+    def row_stride_bytes(self) -> int:
+        """Bytes from one row to the next."""
+        return self.layers[0].stride(0) * self.layers[0].element_size()
+
+    @property
+    def num_windows(self) -> int:
+        return -(-self.bytes_per_token // self.read_bytes)
+
+    def coverage(self, position: int) -> tuple[int, int, int]:
+        """Return (layer, first byte, end byte) that a token at `position` is fingerprinted in."""
+        layer = position % len(self.layers)
+        start = (position // len(self.layers)) % self.num_windows * self.read_bytes
+        return layer, start, min(start + self.read_bytes, self.bytes_per_token)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Endpoint:
+    """One launch site: its tag, the records it works on and the K and V bytes they stand for."""
+
+    tag: int
+    records: torch.Tensor = _tensor(
+        torch.int64, "num_slots", RECORD_WORDS, doc="slot records", row_strided=True, row_multiple=RECORD_WORDS
+    )
+    k_source: KvSource | None = None
+    v_source: KvSource | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tag, bool) or not isinstance(self.tag, int):
+            raise TypeError(must_be("Endpoint", "tag", "a Tag", type(self.tag).__name__))
+        if not 0 <= self.tag < len(Tag):
+            raise ValueError(must_be("Endpoint", "tag", f"one of {[int(t) for t in Tag]}", str(self.tag)))
+        for name in ("k_source", "v_source"):
+            source = getattr(self, name)
+            if source is not None and not isinstance(source, KvSource):
+                raise TypeError(must_be("Endpoint", name, "a KvSource or None", type(source).__name__))
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} strides {tensor.stride()} on {tensor.device}"

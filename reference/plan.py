@@ -1,0 +1,123 @@
+"""plan: the reference."""
+
+from __future__ import annotations
+
+import torch
+
+from kv_canary.constants import BAD_SLOT, HEAD_OF_CHAIN, STRIDE_BLOCK, UNCHECKED, Status
+from kv_canary.specs.structures import VerifyPlan, WritePlan
+
+
+def plan(
+    *,
+    rows: torch.Tensor,
+    owners: torch.Tensor | None,
+    prefix_lens: torch.Tensor,
+    extend_lens: torch.Tensor,
+    req_to_token: torch.Tensor,
+    window: int,
+    after_write: bool,
+    lut: torch.Tensor | None,
+    expected_tokens: torch.Tensor | None,
+    expected_lens: torch.Tensor | None,
+    token_offset: int,
+    strides: torch.Tensor | None,
+    step: torch.Tensor | None,
+    verify_plan: VerifyPlan,
+    write_plan: WritePlan,
+    status: torch.Tensor,
+    entry_offsets: torch.Tensor,
+) -> None:
+    """Turn a batch's rows and lengths into the entries to verify and the segments to write; see specs/plan.py."""
+    num_rows, max_len = req_to_token.shape
+    bs = len(rows)
+    row_ok = (rows >= 0) & (rows < num_rows)
+    extend_ok = (extend_lens >= 0) & (extend_lens < 1 << 31)
+    lens_ok = (prefix_lens >= 0) & (prefix_lens <= max_len) & extend_ok
+    live = row_ok & lens_ok & (rows != 0)
+    bits = 0
+    bits |= Status.ROW_RANGE if bool((~row_ok).any()) else 0
+    bits |= Status.LENGTH_RANGE if bool((~lens_ok).any()) else 0
+
+    prefix = torch.where(live, prefix_lens, 0)
+    extend = torch.where(extend_ok, extend_lens, 0)
+    start = torch.zeros_like(prefix)
+    if window > 0:
+        first_read = prefix + extend - 1 if after_write else prefix
+        start = (first_read - window).clamp(min=0)
+
+    # One candidate entry per cached position of [start, prefix), in request order and then position order.
+    candidates = (prefix - start).clamp(min=0)
+    request = torch.repeat_interleave(torch.arange(bs, device=rows.device), candidates)
+    before = candidates.cumsum(0) - candidates
+    position = start[request] + torch.arange(len(request), device=rows.device) - before[request]
+    if strides is not None and step is not None:
+        n = strides[request].clamp(min=1)
+        keep = (position // STRIDE_BLOCK) % n == (-step) % n
+        keep |= position == prefix[request] - 1
+        request, position = request[keep], position[keep]
+    requested = len(request)
+    num_valid = min(requested, len(verify_plan.slots))
+    bits |= Status.OVERFLOW if requested > num_valid else 0
+    request, position = request[:num_valid], position[:num_valid]
+
+    slot, lut_bad = _look_up(req_to_token, lut, rows[request], position)
+    bits |= Status.LUT_RANGE if bool(lut_bad.any()) else 0
+    previous, _ = _look_up(req_to_token, lut, rows[request], (position - 1).clamp(min=0))
+    previous = torch.where(position == start[request], UNCHECKED, previous)
+    previous = torch.where(position == 0, HEAD_OF_CHAIN, previous)
+
+    verify_plan.slots[:num_valid] = slot
+    verify_plan.prev_slots[:num_valid] = previous
+    verify_plan.positions[:num_valid] = position
+    verify_plan.tokens[:num_valid] = _expected(
+        expected_tokens, expected_lens, request, rows[request], position, token_offset
+    )
+    verify_plan.rows[:num_valid] = rows[request].to(torch.int32)
+    verify_plan.num_valid[0] = num_valid
+    verify_plan.num_requested[0] = requested
+
+    write_plan.rows[:bs] = torch.where(live, rows, 0)
+    write_plan.owners[:bs] = rows if owners is None else owners
+    # Padding's tokens stand in the flat inputs too, so they count in the offsets.
+    write_plan.offsets[0] = 0
+    write_plan.offsets[1 : bs + 1] = extend.cumsum(0)
+    write_plan.prefix_lens[:bs] = prefix_lens
+    seed = torch.full_like(rows, HEAD_OF_CHAIN)
+    seeded = live & (prefix > 0)
+    seed[seeded], _ = _look_up(req_to_token, lut, rows[seeded], prefix[seeded] - 1)
+    write_plan.seed_slots[:bs] = seed
+    write_plan.num_requests[0] = bs
+    status[0] = bits
+
+
+def _look_up(
+    req_to_token: torch.Tensor, lut: torch.Tensor | None, rows: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slot of each (row, position), all in range, and whether the LUT was asked out of range."""
+    slot = req_to_token[rows, positions].to(torch.int64)
+    bad = torch.zeros_like(slot, dtype=torch.bool)
+    if lut is not None:
+        bad = (slot < 0) | (slot >= len(lut))
+        slot[~bad] = lut[slot[~bad]]
+        slot[bad] = BAD_SLOT
+    return torch.where(slot < 0, BAD_SLOT, slot), bad
+
+
+def _expected(
+    expected_tokens: torch.Tensor | None,
+    expected_lens: torch.Tensor | None,
+    request: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    token_offset: int,
+) -> torch.Tensor:
+    """Return the token that the pool expects at each entry, or -1 where it says nothing."""
+    result = torch.full_like(positions, -1)
+    if expected_tokens is None or expected_lens is None:
+        return result
+    token_rows, token_len = expected_tokens.shape
+    index = positions + token_offset
+    known = (index >= 0) & (index < expected_lens[request].clamp(max=token_len)) & (rows < token_rows)
+    result[known] = expected_tokens[rows[known], index[known]].to(torch.int64)
+    return result
