@@ -50,8 +50,8 @@ def _scatter(
         for at in range(first + part * BLOCK, last, step):
             j = at + tl.arange(0, BLOCK)
             k = j - begin
-            # 0 <= first <= j < last <= total; k >= 0 and 0 <= start + k < max_len
-            keep = (j < last) & (k < max_len - start)
+            # 0 <= first <= j < last <= total and 0 <= start + k < max_len; k wraps below 0 where begin is far below 0
+            keep = (j < last) & (k >= 0) & (k < max_len - start)
             token = tl.load(flat_ptr + j, mask=keep, other=0)
             tl.store(pool_ptr + row * pool_stride + start + k, token.to(tl.int32), mask=keep)
 

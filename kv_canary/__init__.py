@@ -15,6 +15,12 @@ from kv_canary.constants import (
     Status,
     Tag,
 )
+from kv_canary.config import CanaryConfig
+from kv_canary.engines import Installation, install
+from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager
+from kv_canary.manager import CanaryLimits, CanaryManager, CanarySummary
+from kv_canary.pools import BufferGroup, KvPool
+from kv_canary.reports import CanaryViolationError, ViolationReport
 from kv_canary.specs.structures import Endpoint, KvSource, VerifyPlan, ViolationLog, WritePlan
 
 __version__ = "0.1.0"
@@ -25,14 +31,27 @@ __all__ = [
     "CHAIN_MULTIPLIER",
     "HEAD_OF_CHAIN",
     "UNCHECKED",
+    "BufferGroup",
+    "CanaryConfig",
+    "CanaryLimits",
+    "CanaryManager",
+    "CanarySummary",
+    "CanaryViolationError",
     "Endpoint",
+    "ForwardBatch",
+    "ForwardRequest",
+    "Installation",
+    "KvPool",
     "KvSource",
     "Reason",
+    "SingleForwardManager",
     "Status",
     "Tag",
     "VerifyPlan",
     "ViolationLog",
+    "ViolationReport",
     "WritePlan",
+    "install",
     "ops",
     "register",
     "use_backend",

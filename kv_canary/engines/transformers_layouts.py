@@ -1,0 +1,358 @@
+"""Where transformers' continuous batching keeps KV, and when it lets go of it, by version.
+
+A layout knows the pools, the groups and the numbering of slots of one version, and tells the adapter three things as
+they happen: blocks freed, blocks copied, requests forgotten. Record slots are dense: block * page + offset, shifted
+by one where the engine's slot 0 is real.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kv_canary.constants import BAD_SLOT
+from kv_canary.engines.patches import Patches
+from kv_canary.errors import must_be
+from kv_canary.pools import BufferGroup, KvPool
+from kv_canary.specs.structures import KvSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class Events:
+    """What a layout tells the adapter. Slots are record slots.
+
+    Args:
+        freed: (pool, slots): nothing names their content any more.
+        copied: (pool, source slots, destination slots, request): the engine copied them, for that request.
+        request_freed: (request): the engine forgot its blocks.
+        all_freed: every request was forgotten.
+        cleared: the cache was emptied.
+        before_copy: frees up to here happened before what is copied next.
+    """
+
+    freed: Callable[[KvPool, torch.Tensor], None]
+    copied: Callable[[KvPool, torch.Tensor, torch.Tensor, str], None]
+    request_freed: Callable[[str], None]
+    all_freed: Callable[[], None]
+    cleared: Callable[[], None]
+    before_copy: Callable[[], None]
+
+
+class Layout(ABC):
+    """One version's cache. `groups` are in the order of the engine's index tensors."""
+
+    groups: tuple[BufferGroup, ...]
+
+    def __init__(self, processor: Any, *, read_bytes: int) -> None:
+        self.processor = processor
+        self.cache = processor.cache
+        self.read_bytes = read_bytes
+
+    @abstractmethod
+    def to_slots(self, group: int, indices: torch.Tensor) -> torch.Tensor:
+        """Turn the engine's int64 slot indices into record slots: 0 for trash, BAD_SLOT for what no group may name."""
+
+    @abstractmethod
+    def watch(self, patches: Patches, events: Events) -> None:
+        """Wrap what frees, copies and clears."""
+
+    @abstractmethod
+    def empty(self) -> bool:
+        """Make the cache forget what no request uses; return whether it is empty then."""
+
+    @abstractmethod
+    def host_blocks(self, request_id: str) -> Mapping[KvPool, list[tuple[int, list[int]]]]:
+        """Return the request's host-tier blocks: per pool, (group, block ids) in order; empty if it has none."""
+
+    @abstractmethod
+    def block_table(self, group: int) -> dict[str, list[int]]:
+        """Return the live block table of a group."""
+
+    @abstractmethod
+    def block_slots(self, pool: KvPool, blocks: list[int], *, host: bool = False) -> torch.Tensor:
+        """Return the record slots, int64, of whole blocks, in order; of the host tier's blocks with `host`."""
+
+    def watch_offloading(self, patches: Patches, events: Events) -> None:
+        """Carry records to the host tier and back. Records are moved before the freed blocks are retired."""
+        offloading = self.processor.offloading_manager
+
+        def offload(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            events.before_copy()
+            tables = [{r: list(b) for r, b in self.block_table(g).items()} for g in range(len(self.groups))]
+            known = set(offloading._request_id_to_cpu_blocks)
+            result = original(*args, **kwargs)
+            for request_id in set(offloading._request_id_to_cpu_blocks) - known:
+                for pool, parts in self.host_blocks(request_id).items():
+                    for group, host in parts:
+                        blocks = tables[group][request_id][: len(host)]
+                        src, dst = self.block_slots(pool, blocks), self.block_slots(pool, host, host=True)
+                        events.copied(pool, src, dst, request_id)
+            return result
+
+        def restore(original: Callable[..., Any], requests_in_batch: list[Any]) -> Any:
+            events.before_copy()
+            ids = [f.state.request_id for f in requests_in_batch if f.state.is_cpu_offloaded]
+            hosts = {request_id: self.host_blocks(request_id) for request_id in ids}
+            result = original(requests_in_batch)
+            for request_id, pools in hosts.items():
+                for pool, parts in pools.items():
+                    for group, host in parts:
+                        blocks = self.block_table(group).get(request_id, [])[: len(host)]
+                        src = self.block_slots(pool, host[: len(blocks)], host=True)
+                        events.copied(pool, src, self.block_slots(pool, blocks), request_id)
+            return result
+
+        patches.wrap(offloading, "offload_requests", offload)
+        patches.wrap(offloading, "restore_scheduled_requests", restore)
+
+    def _watch_requests(self, patches: Patches, events: Events) -> None:
+        def free(original: Callable[..., Any], request_id: str, *args: Any, **kwargs: Any) -> Any:
+            result = original(request_id, *args, **kwargs)
+            events.request_freed(request_id)
+            return result
+
+        def free_all(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            events.all_freed()
+            return result
+
+        patches.wrap(self.cache, "free_blocks", free)
+        patches.wrap(self.cache, "free_all_requests", free_all)
+
+    def _copy(self, events: Events, group: int, pool: KvPool, pairs: list[tuple[int, int]]) -> None:
+        """Report copied blocks, grouped by the request that each destination now belongs to."""
+        owners = {block: request for request, blocks in self.block_table(group).items() for block in blocks}
+        by_request: dict[str, list[tuple[int, int]]] = {}
+        for src, dst in pairs:
+            by_request.setdefault(owners[dst], []).append((src, dst))
+        for request, mine in by_request.items():
+            src_slots = self.block_slots(pool, [s for s, _ in mine])
+            events.copied(pool, src_slots, self.block_slots(pool, [d for _, d in mine]), request)
+
+
+class SectorLayout(Layout):
+    """5.23: one byte tensor cut into sectors; a pool and a group per attention type, blocks numbered per pool."""
+
+    def __init__(self, processor: Any, *, read_bytes: int) -> None:
+        super().__init__(processor, read_bytes=read_bytes)
+        cache = self.cache
+        self.allocators = list(cache.cache_allocators.values())
+        cpu_sectors = getattr(processor.offloading_manager, "_num_cpu_sectors", 0)
+        groups = []
+        for allocator in self.allocators:
+            page, stride = allocator.tokens_per_page, allocator.block_physical_stride
+            num_blocks = (cache.num_sectors + 2) * allocator.blocks_per_sector
+            views = [allocator._kv_token_views[layer] for layer in allocator.layer_indices]
+            pool = KvPool(
+                name=allocator.layer_type,
+                num_slots=num_blocks * page,
+                k_source=self._source([k for k, _ in views], num_blocks, page, stride),
+                v_source=self._source([v for _, v in views], num_blocks, page, stride),
+                extra_slots=cpu_sectors * allocator.blocks_per_sector * page,
+                layer_names=tuple(f"layer {i}" for i in allocator.layer_indices),
+                device=cache.device,
+            )
+            groups.append(_group(allocator.layer_type, pool, getattr(allocator, "sliding_window", None)))
+        self.groups = tuple(groups)
+
+    def _source(self, views: list[torch.Tensor], num_blocks: int, page: int, stride: int) -> KvSource:
+        # A block's tokens of one layer lie together; the next block's lie `stride` token rows further.
+        width = views[0][0].numel()
+        layers = tuple(v.as_strided((num_blocks, page * width), (stride * width, 1)) for v in views)
+        bytes_per_token = width * views[0].element_size()
+        return KvSource(
+            layers=layers, page_size=page, bytes_per_token=bytes_per_token, read_bytes=min(self.read_bytes, bytes_per_token)
+        )
+
+    def to_slots(self, group: int, indices: torch.Tensor) -> torch.Tensor:
+        allocator = self.allocators[group]
+        block, offset = indices // allocator.block_physical_stride, indices % allocator.block_physical_stride
+        slots = block * allocator.tokens_per_page + offset
+        # An offset past the page is another layer's memory.
+        slots = torch.where(offset < allocator.tokens_per_page, slots, BAD_SLOT)
+        trash = (indices >= 0) & (block < 2 * allocator.blocks_per_sector)
+        return torch.where(trash, 0, slots)
+
+    def watch(self, patches: Patches, events: Events) -> None:
+        pool, by_index = self.cache.pool, {a.index: g.pool for a, g in zip(self.allocators, self.groups, strict=True)}
+
+        def free(original: Callable[..., Any], index: int, block_ids: list[int]) -> Any:
+            result = original(index, block_ids)
+            events.freed(by_index[index], self.block_slots(by_index[index], list(block_ids)))
+            return result
+
+        def reset(original: Callable[..., Any]) -> Any:
+            result = original()
+            events.cleared()
+            return result
+
+        def copy(original: Callable[..., Any], copies: dict[str, tuple[list[int], list[int]]]) -> Any:
+            events.before_copy()
+            result = original(copies)
+            for g, allocator in enumerate(self.allocators):
+                src, dst = copies.get(allocator.layer_type, ([], []))
+                self._copy(events, g, self.groups[g].pool, list(zip(src, dst, strict=True)))
+            return result
+
+        patches.wrap(pool, "free_blocks", free)
+        patches.wrap(pool, "reset", reset)
+        patches.wrap(self.cache, "perform_cache_copy", copy)
+        self._watch_requests(patches, events)
+        self.watch_offloading(patches, events)
+
+    def empty(self) -> bool:
+        if any(a.block_table for a in self.allocators):
+            return False
+        self.cache.evict_cached_blocks()
+        return True
+
+    def host_blocks(self, request_id: str) -> Mapping[KvPool, list[tuple[int, list[int]]]]:
+        hosts = self.processor.offloading_manager._request_id_to_cpu_blocks.get(request_id, {})
+        return {self.groups[g].pool: [(g, hosts[a.layer_type])] for g, a in enumerate(self.allocators) if a.layer_type in hosts}
+
+    def block_table(self, group: int) -> dict[str, list[int]]:
+        table: dict[str, list[int]] = self.allocators[group].block_table
+        return table
+
+    def block_slots(self, pool: KvPool, blocks: list[int], *, host: bool = False) -> torch.Tensor:
+        group = next(i for i, g in enumerate(self.groups) if g.pool is pool)
+        return _block_slots(blocks, self.allocators[group].tokens_per_page, pool.num_slots if host else 0)
+
+
+class BlockLayout(Layout):
+    """5.17: key and value tensors that all groups share, blocks numbered over all of them; slot 0 is a real slot."""
+
+    def __init__(self, processor: Any, *, read_bytes: int) -> None:
+        super().__init__(processor, read_bytes=read_bytes)
+        cache = self.cache
+        self.managers = list(cache.group_cache_managers)
+        self.num_blocks, self.page = cache.num_blocks, cache.block_size
+        members: list[list[int]] = [[] for _ in cache.key_cache]
+        for layer, (_, j) in sorted(cache.layer_index_to_group_indices.items()):
+            members[j].append(layer)
+        self.pool = KvPool(
+            name="blocks",
+            num_slots=self.num_blocks * self.page + 1,
+            k_source=self._source(cache.key_cache),
+            v_source=self._source(cache.value_cache),
+            extra_slots=getattr(processor.offloading_manager, "_num_cpu_blocks", 0) * self.page,
+            layer_names=tuple(f"layer {' or '.join(map(str, layers))}" for layers in members),
+            device=cache.device,
+        )
+        windows = [getattr(m, "sliding_window", None) for m in self.managers]
+        names = [f"{'full' if w is None else 'sliding'}_attention_{i}" for i, w in enumerate(windows)]
+        self.groups = tuple(_group(n, self.pool, w) for n, w in zip(names, windows, strict=True))
+
+    def _source(self, tensors: list[torch.Tensor]) -> KvSource:
+        bytes_per_token = tensors[0][0].numel() * tensors[0].element_size()
+        return KvSource(
+            layers=tuple(tensors),
+            page_size=1,
+            bytes_per_token=bytes_per_token,
+            read_bytes=min(self.read_bytes, bytes_per_token),
+            slot_bias=1,
+        )
+
+    def to_slots(self, group: int, indices: torch.Tensor) -> torch.Tensor:
+        real = self.num_blocks * self.page
+        slots = torch.where((indices >= 0) & (indices < real), indices + 1, BAD_SLOT)
+        return torch.where((indices >= real) & (indices < real + 2 * self.page), 0, slots)
+
+    def watch(self, patches: Patches, events: Events) -> None:
+        blocks = self.cache._block_manager
+
+        def freed(ids: list[int]) -> None:
+            events.freed(self.pool, self.block_slots(self.pool, ids))
+
+        def take(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            # Under pressure a cached block loses its key right here, just before it is handed out.
+            result = original(*args, **kwargs)
+            freed(list(result or []))
+            return result
+
+        def free(original: Callable[..., Any], ids: list[int], shareable: bool) -> Any:
+            ids = list(ids)
+            result = original(ids, shareable=shareable)
+            freed([b for b in ids if not shareable or b not in blocks._id_to_block])
+            return result
+
+        def drop(original: Callable[..., Any], block_id: int) -> Any:
+            result = original(block_id)
+            freed([block_id])
+            return result
+
+        def copy(original: Callable[..., Any], src: list[int], dst: list[int]) -> Any:
+            events.before_copy()
+            result = original(src, dst)
+            pairs = list(zip(src, dst, strict=True))
+            for g in range(len(self.groups)):
+                mine = {b for table in self.block_table(g).values() for b in table}
+                self._copy(events, g, self.pool, [(s, d) for s, d in pairs if d in mine])
+            return result
+
+        patches.wrap(blocks, "get_free_blocks", take)
+        patches.wrap(blocks, "free_blocks", free)
+        patches.wrap(blocks, "uninitialize_unshared_block", drop)
+        patches.wrap(self.cache, "copy_cache", copy)
+        self._watch_requests(patches, events)
+        self.watch_offloading(patches, events)
+
+    def empty(self) -> bool:
+        if any(m.block_table for m in self.managers):
+            return False
+        # Asking for every block makes the manager forget what it kept for prefix hits.
+        blocks = self.cache._block_manager
+        blocks.has_enough_free_blocks(blocks.num_free_blocks)
+        return True
+
+    def host_blocks(self, request_id: str) -> Mapping[KvPool, list[tuple[int, list[int]]]]:
+        offloading = self.processor.offloading_manager
+        hosts = list(offloading._request_id_to_cpu_blocks.get(request_id, []))
+        parts = []
+        for group, count in enumerate(offloading._request_id_to_group_block_counts.get(request_id, [])):
+            parts.append((group, hosts[:count]))
+            hosts = hosts[count:]
+        return {self.pool: parts} if parts else {}
+
+    def block_table(self, group: int) -> dict[str, list[int]]:
+        table: dict[str, list[int]] = self.managers[group].block_table
+        return table
+
+    def block_slots(self, pool: KvPool, blocks: list[int], *, host: bool = False) -> torch.Tensor:
+        return _block_slots(blocks, self.page, pool.num_slots if host else 1)
+
+
+# The versions that were read and run, by (major, minor).
+_LAYOUTS: dict[tuple[int, int], type[Layout]] = {(5, 17): BlockLayout, (5, 23): SectorLayout}
+
+
+def layout_class(version: str) -> type[Layout]:
+    """Return the layout of a transformers version.
+
+    Raises:
+        ValueError: the adapter does not know that version.
+    """
+    parts = version.split(".")
+    key = (int(parts[0]), int(parts[1])) if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit() else None
+    if key not in _LAYOUTS:
+        known = " or ".join(f"{major}.{minor}" for major, minor in _LAYOUTS)
+        raise ValueError(must_be("transformers adapter", "transformers version", known, version))
+    return _LAYOUTS[key]
+
+
+def _group(name: str, pool: KvPool, sliding_window: int | None) -> BufferGroup:
+    if sliding_window is None:
+        return BufferGroup(name=name, pool=pool)
+    if sliding_window < 2:
+        expected = "at least 2, so that something of the past is read"
+        raise ValueError(must_be("transformers adapter", "sliding_window", expected, str(sliding_window)))
+    return BufferGroup(name=name, pool=pool, window=sliding_window - 1, ring=True)
+
+
+def _block_slots(blocks: list[int], page: int, first: int) -> torch.Tensor:
+    starts = torch.tensor(blocks, dtype=torch.int64) * page + first
+    return (starts[:, None] + torch.arange(page)).reshape(-1)

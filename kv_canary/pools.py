@@ -1,0 +1,95 @@
+"""KV pools and the groups of layers that read them.
+
+A `KvPool` is memory: slots, their records, and the K and V bytes behind them. A `BufferGroup` is a way to read it: a
+table of slots per row, and a window. Usually there is one group to a pool; engines whose attention types share one
+pool have several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kv_canary.constants import RECORD_WORDS, Tag
+from kv_canary.errors import must_be
+from kv_canary.specs.structures import Endpoint, KvSource
+
+
+class KvPool:
+    """Slots, their records and their K/V bytes.
+
+    Args:
+        name: how reports call it.
+        num_slots: slots that the engine can name, slot 0 (padding) included.
+        k_source, v_source: the bytes; None leaves that half unchecked.
+        extra_slots: further records behind the engine's slots, for a host tier; they have no K/V bytes here.
+        layer_names: how reports call the layers of the sources, in order.
+        device: where the records live.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        num_slots: int,
+        k_source: KvSource | None,
+        v_source: KvSource | None,
+        extra_slots: int = 0,
+        layer_names: tuple[str, ...] = (),
+        device: torch.device | str,
+    ) -> None:
+        for argument, value, low in (("num_slots", num_slots, 1), ("extra_slots", extra_slots, 0)):
+            if value < low:
+                raise ValueError(must_be("KvPool", argument, f"at least {low}", str(value)))
+        self.name = name
+        self.num_slots = num_slots
+        self.k_source, self.v_source = k_source, v_source
+        self.layer_names = layer_names
+        self.records = torch.zeros(num_slots + extra_slots, RECORD_WORDS, dtype=torch.int64, device=device)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V behind the pool's slots."""
+        sources = [s for s in (self.k_source, self.v_source) if s is not None]
+        return sum(self.num_slots * s.bytes_per_token * len(s.layers) for s in sources)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BufferGroup:
+    """One attention type's view of a pool: which slots a row's positions lie in, and how far back it reads.
+
+    Args:
+        name: how the adapter and the reports call it.
+        pool: the memory.
+        window: 0 for full attention, else cached positions that a query may read (the model's sliding_window - 1).
+        ring: whether new tokens overwrite the oldest of window + 1 slots.
+        lut: full slot -> slot of this pool, int64 [N], where the tables hold full slots.
+    """
+
+    name: str
+    pool: KvPool
+    window: int = 0
+    ring: bool = False
+    lut: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.window < 0:
+            raise ValueError(must_be("BufferGroup", "window", "at least 0", str(self.window)))
+        if self.ring and not self.window:
+            raise ValueError(must_be("BufferGroup", "window", "at least 1 for a ring", "0"))
+
+    @property
+    def head_tag(self) -> Tag:
+        return Tag.HEAD_SWA if self.window else Tag.HEAD_FULL
+
+    @property
+    def tail_tag(self) -> Tag:
+        return Tag.TAIL_SWA if self.window else Tag.TAIL_FULL
+
+    def endpoint(self, tag: Tag, *, with_bytes: bool) -> Endpoint:
+        """Return the launch site `tag` of this group."""
+        pool = self.pool
+        if not with_bytes:
+            return Endpoint(tag=tag, records=pool.records)
+        return Endpoint(tag=tag, records=pool.records, k_source=pool.k_source, v_source=pool.v_source)
