@@ -16,11 +16,11 @@ bytes 3) times sectors per word: 1 where slots are in random order, 1/4 where 4 
 The predecessor's record is the neighbouring lane's and counts once. `fraction_of_copy` is those bytes over the time,
 as a fraction of the copy bandwidth of the same run.
 
-Each row is timed twice over. The row itself is replays on an otherwise idle device, one after the other, as the
-peer was timed: what fits stays in the L2 cache (records and table of 256 x 4096 in `one` are 38 MB of an H200's 60,
-so a fraction may pass 1), and the replay's own cost (`empty_replay_ms`) is in it. Its `cold` entry evicts the cache
-before each replay, as a model between two checks does, and hides the host's launch behind the eviction. Both are
-tuned, and the winner of each is timed twice more: `ms` is the mean of those two medians, `spread_ms` their distance.
+Each row is timed in two ways. The row itself is replays on an otherwise idle device, one after the other: what fits
+stays in the L2 cache (records and table of 256 x 4096 in `one` are 38 MB of an H200's 60, so a fraction may pass 1),
+and the replay's own cost (`empty_replay_ms`) is in it. Its `cold` entry evicts the cache before each replay, as a
+model between two checks does, and hides the host's launch behind the eviction. Both are tuned, and the winner of
+each is timed twice more: `ms` is the mean of those two medians, `spread_ms` their distance.
 
 Not in the time: the layout of tiles (the same for all), and violation rows, which a healthy pool does not have. The
 writer word is not read, which favours columns.

@@ -50,6 +50,7 @@ def write(
 
     slots, identities = out_slots[token], identity(input_ids[token], positions[token])
     in_range = (slots >= 0) & (slots < num_slots) & in_source(k_source, slots) & in_source(v_source, slots)
+    # Slot 0 is padding, also where a bias puts it before a source's first row.
     stored = in_range & (slots != 0)
     owners = write_plan.owners[request]
     where = positions[token][stored] & LOW_32
@@ -77,7 +78,7 @@ def write(
     )
     reasons = torch.zeros_like(slots)
     for holds, reason in (
-        (~in_range, Reason.SLOT_RANGE),
+        (~in_range & (slots != 0), Reason.SLOT_RANGE),
         (wrong_position, Reason.WRITE_POSITION),
         (wrong_token, Reason.WRITE_TOKEN),
         (overwrite, Reason.OVERWRITE),

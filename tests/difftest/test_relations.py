@@ -6,6 +6,7 @@ hides from a byte comparison.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from kv_canary.constants import to_signed
 
 pytestmark = pytest.mark.parametrize("backend", ["reference", "triton"])
 
-# A program of the interpreter costs about 1 ms, and an example here launches dozens: an eighth of --examples.
-few = settings(max_examples=max(1, settings.default.max_examples // 8))
+# A write costs about 0.1 s in the interpreter, so how many examples a relation gets goes by how many it does in one.
+examples = settings.default.max_examples
+few, some, many = (settings(max_examples=max(1, examples // n)) for n in (20, 12, 6))
 
 WINDOWS = (0, 0, 1, 7, 16, 31)
 TAG = kc.Tag.TAIL_SWA
@@ -165,12 +167,23 @@ class Engine:
         assert status.item() == 0
 
     def serve(self, parts: list[Part], *, step: int = 1, **options: Any) -> list[Violation]:
-        """Bring the tails to where a forward finds them, run the forward, and return what its write reports."""
-        # The tail of a request without a prefix is its anchor: advance over nothing from position 0.
-        self.advance([Part(row=p.row, prefix=0, extend=0) for p in parts if p.prefix == 0])
+        """Run a forward with its tails brought up to the prefixes before, and return what its write reports."""
+        self.start_tails(parts)
         found = self.write(self.plan(parts)[1], parts, step=step, **options)
         self.advance(parts)
         return found
+
+    def start_tails(self, parts: list[Part]) -> None:
+        """Give the rows of requests without a prefix the tail of no tokens."""
+        for part in parts:
+            if part.prefix == 0:
+                self.tails[part.row] = kc.ANCHOR if self.anchors is None else self.anchors[part.row]
+
+    def remember(self, parts: list[Part]) -> None:
+        """Serve `parts` on the reference: a history that is not what a test is about, in a tenth of the time."""
+        history = copy.copy(self)
+        history.backend = "reference"
+        assert history.serve(parts) == []
 
     def verify(self, plan: kc.VerifyPlan, *, lifetime: bool = False) -> list[Violation]:
         log = kc.ViolationLog.allocate(ring_cap=2048, device=self.device)
@@ -254,9 +267,9 @@ cached_worlds = healthy_worlds.filter(lambda world: sum(world.lengths) > 0)
 
 
 @st.composite
-def cut_worlds(draw: Any, *, cuts: int) -> tuple[World, list[list[int]]]:
+def cut_worlds(draw: Any, *, cuts: int, longest: int = 129) -> tuple[World, list[list[int]]]:
     """A world, and for each of its requests `cuts` ordered places to cut its history at."""
-    world = draw(healthy_worlds)
+    world = draw(worlds(longest=longest).map(healthy))
     return world, [sorted(draw(st.integers(0, n)) for _ in range(cuts)) for n in world.lengths]
 
 
@@ -265,7 +278,8 @@ def parts_between(world: World, low: list[int], high: list[int]) -> list[Part]:
 
 
 @few
-@given(drawn=cut_worlds(cuts=2))
+# Long enough for several tiles of a write.
+@given(drawn=cut_worlds(cuts=2, longest=513))
 def test_two_writes_store_what_one_stores(
     backend: str, device: torch.device, drawn: tuple[World, list[list[int]]]
 ) -> None:
@@ -273,7 +287,7 @@ def test_two_writes_store_what_one_stores(
     first, second, end = [c[0] for c in cuts], [c[1] for c in cuts], world.lengths
     once, twice = Engine(world, backend, device), Engine(world, backend, device)
     for engine in (once, twice):
-        assert engine.serve(parts_between(world, [0] * len(end), first)) == []
+        engine.remember(parts_between(world, [0] * len(end), first))
     assert once.serve(parts_between(world, first, end), step=5) == []
     assert twice.serve(parts_between(world, first, second), step=5) == []
     assert twice.serve(parts_between(world, second, end), step=5) == []
@@ -299,7 +313,7 @@ def test_permuting_requests_permutes_nothing_but_order(
     plans, segments, engines = [], [], []
     for indices in (range(len(parts)), order):
         engine = Engine(world, backend, device)
-        engine.serve(parts_between(world, [0] * len(first), first))
+        engine.remember(parts_between(world, [0] * len(first), first))
         ordered = [parts[i] for i in indices]
         options = {"window": window, "after_write": after_write, "step": engine.int64([step])}
         verify_plan, write_plan = engine.plan(ordered, strides=engine.int64(strides[i] for i in indices), **options)
@@ -308,7 +322,7 @@ def test_permuting_requests_permutes_nothing_but_order(
         assert [e.row for e in entries] == [e.row for part in ordered for e in plans[-1][part.row]]
         fields = (write_plan.rows, write_plan.owners, write_plan.prefix_lens, write_plan.seed_slots)
         segments.append(Counter(zip(*(t.tolist() for t in (*fields, write_plan.offsets.diff())), strict=True)))
-        engine.advance([Part(row=p.row, prefix=0, extend=0) for p in ordered if p.prefix == 0])
+        engine.start_tails(ordered)
         assert engine.write(write_plan, ordered, step=5) == []
         engine.advance(ordered)
         engines.append(engine)
@@ -319,7 +333,7 @@ def test_permuting_requests_permutes_nothing_but_order(
     assert engines[0].counters.tolist() == engines[1].counters.tolist()
 
 
-@few
+@some
 @given(drawn=cut_worlds(cuts=1), data=st.data())
 def test_verify_after_write_finds_nothing(
     backend: str, device: torch.device, drawn: tuple[World, list[list[int]]], data: st.DataObject
@@ -334,7 +348,7 @@ def test_verify_after_write_finds_nothing(
     strides = data.draw(st.sampled_from([1, 1, 2, 3]), label="stride")
     options["strides"] = engine.int64([strides] * len(first))
     options["step"] = engine.int64([data.draw(steps, label="step")])
-    assert engine.serve(parts_between(world, [0] * len(first), first)) == []
+    engine.remember(parts_between(world, [0] * len(first), first))
     chunk = parts_between(world, first, world.lengths)
     verify_plan, write_plan = engine.plan(chunk, **options)
     assert engine.verify(verify_plan, lifetime=lifetime) == []
@@ -352,8 +366,8 @@ def test_verify_after_write_finds_nothing(
 def ring_worlds(draw: Any) -> tuple[World, int, list[list[int]]]:
     """Requests that keep window + 1 slots each, written over and over; the window and each request's chunk lengths."""
     window = draw(st.sampled_from([1, 2, 7, 16]))
-    count = draw(st.integers(1, 3))
-    forwards = draw(st.integers(2, 5))
+    count = draw(st.integers(1, 2))
+    forwards = draw(st.integers(2, 4))
     chunks = [[draw(st.integers(0, window + 1)) for _ in range(forwards)] for _ in range(count)]
     lens = [sum(c) for c in chunks]
     num_slots = 1 + count * (window + 1)
@@ -393,7 +407,7 @@ def test_a_ring_planned_for_after_the_write_verifies_after_it(
         before, write_plan = engine.plan(parts, window=window)
         after, _ = engine.plan(parts, window=window, after_write=True)
         assert engine.verify(before) == []
-        engine.advance([Part(row=p.row, prefix=0, extend=0) for p in parts if p.prefix == 0])
+        engine.start_tails(parts)
         assert engine.write(write_plan, parts) == []
         engine.advance(parts)
         assert engine.verify(after) == []
@@ -405,7 +419,7 @@ def test_a_ring_planned_for_after_the_write_verifies_after_it(
         assert found == gone
 
 
-@few
+@many
 @given(world=cached_worlds, data=st.data())
 def test_a_flipped_bit_of_a_record_is_found_there_and_nowhere_else(
     backend: str, device: torch.device, world: World, data: st.DataObject
@@ -413,7 +427,7 @@ def test_a_flipped_bit_of_a_record_is_found_there_and_nowhere_else(
     window = data.draw(st.sampled_from(WINDOWS), label="window")
     lifetime = data.draw(st.booleans(), label="track_lifetime")
     engine = Engine(world, backend, device)
-    engine.serve(whole_histories(world))
+    engine.remember(whole_histories(world))
     plan, _ = engine.plan(all_cached(world), window=window)
     entries = expected_entries(world, window)
     slot = data.draw(st.sampled_from(entries), label="target").slot
@@ -460,7 +474,7 @@ def covers(source: kc.KvSource, entry: Entry, layer: int, row: int, column: int)
     return (layer, row) == (entry.position % len(source.layers), at_row) and first <= column - begin < last
 
 
-@few
+@many
 @given(
     world=cached_worlds.filter(lambda w: w.endpoint.k_source is not None or w.endpoint.v_source is not None),
     data=st.data(),
@@ -469,7 +483,7 @@ def test_a_flipped_bit_of_a_byte_is_found_where_it_is_covered_and_nowhere_else(
     backend: str, device: torch.device, world: World, data: st.DataObject
 ) -> None:
     engine = Engine(world, backend, device)
-    engine.serve(whole_histories(world))
+    engine.remember(whole_histories(world))
     plan, _ = engine.plan(all_cached(world))
     entries = expected_entries(world, 0)
     choices = [name for name in ("k_source", "v_source") if getattr(engine.endpoint, name) is not None]
@@ -492,7 +506,7 @@ def test_a_flipped_bit_of_a_byte_is_found_where_it_is_covered_and_nowhere_else(
     assert found == expected
 
 
-@few
+@some
 @given(
     world=healthy_worlds.filter(lambda w: len(w.rows) >= 2 and min(sorted(w.lengths)[-2:]) >= 2),
     data=st.data(),
@@ -504,7 +518,7 @@ def test_a_row_that_names_anothers_prefix_is_found_at_write(
     (other, other_len), (row, length) = data.draw(st.permutations(able))[:2]
     prefix = data.draw(st.integers(1, min(other_len, length - 1)), label="prefix")
     engine = Engine(world, backend, device)
-    assert engine.serve([Part(row=other, prefix=0, extend=other_len)]) == []
+    engine.remember([Part(row=other, prefix=0, extend=other_len)])
     engine.advance([Part(row=row, prefix=0, extend=prefix)])
     engine.table[row, :prefix] = engine.table[other, :prefix]
     parts = [Part(row=row, prefix=prefix, extend=data.draw(st.integers(1, length - prefix), label="extend"))]
@@ -527,14 +541,14 @@ def test_a_row_that_names_anothers_prefix_is_found_at_write(
     )
 
 
-@few
+@many
 @given(world=healthy_worlds, data=st.data())
 def test_moving_there_and_back_restores_the_records(
     backend: str, device: torch.device, world: World, data: st.DataObject
 ) -> None:
     # The spare slots are a host tier: further rows of the same buffer.
     engine = Engine(world, backend, device, spare_slots=data.draw(st.integers(0, 40), label="spare"))
-    engine.serve(whole_histories(world))
+    engine.remember(whole_histories(world))
     before = engine.records()
     slots = list(range(1, len(before)))
     places = [s + 1 for s in np.random.default_rng(data.draw(seeds)).permutation(len(slots)).tolist()]
@@ -554,13 +568,13 @@ def test_moving_there_and_back_restores_the_records(
     assert engine.records() == [[*r[:3], stamped] if any(r) else r for r in before]
 
 
-@few
+@some
 @given(world=cached_worlds, data=st.data())
 def test_retired_slots_are_freed_where_lifetime_is_tracked(
     backend: str, device: torch.device, world: World, data: st.DataObject
 ) -> None:
     engine = Engine(world, backend, device)
-    engine.serve(whole_histories(world))
+    engine.remember(whole_histories(world))
     plan, _ = engine.plan(all_cached(world))
     entries = expected_entries(world, 0)
     retired = set(data.draw(st.lists(st.integers(0, world.num_slots - 1), max_size=20), label="retired"))
@@ -581,13 +595,13 @@ def test_retired_slots_are_freed_where_lifetime_is_tracked(
     assert found == Counter((e, int(kc.Reason.FREED)) for e in entries if e.slot in retired)
 
 
-@few
+@some
 @given(world=cached_worlds, data=st.data())
 def test_a_slot_may_be_reused_once_it_is_retired(
     backend: str, device: torch.device, world: World, data: st.DataObject
 ) -> None:
     engine = Engine(world, backend, device)
-    engine.serve(whole_histories(world))
+    engine.remember(whole_histories(world))
     row, n = max(zip(world.rows, world.lengths, strict=True), key=lambda pair: pair[1])
     slots = world.slots[row, :n].tolist()
     retired = set(data.draw(st.lists(st.sampled_from(slots)), label="retired"))
@@ -616,7 +630,7 @@ def rows_in_pieces(draw: Any) -> tuple[World, list[list[int]]]:
     return world, [np.diff([0, *c, n]).tolist() for c, n in zip(cuts, world.lengths, strict=True)]
 
 
-@few
+@some
 @given(drawn=rows_in_pieces())
 def test_tails_advanced_in_pieces_are_those_advanced_at_once(
     backend: str, device: torch.device, drawn: tuple[World, list[list[int]]]
@@ -628,13 +642,13 @@ def test_tails_advanced_in_pieces_are_those_advanced_at_once(
         often.advance([Part(row=r, prefix=sum(p[:i]), extend=p[i]) for r, p in zip(world.rows, pieces, strict=True)])
     assert once.tails.tolist() == often.tails.tolist()
     # The tail is the chain of the last record.
-    once.serve(whole_histories(world))
+    once.remember(whole_histories(world))
     for row, n in zip(world.rows, world.lengths, strict=True):
         if n > 0:
             assert once.tails[row] == once.endpoint.records[int(world.slots[row, n - 1]), 1]
 
 
-@few
+@some
 @given(drawn=rows_in_pieces(), data=st.data())
 def test_tokens_scattered_in_pieces_are_those_scattered_at_once(
     backend: str, device: torch.device, drawn: tuple[World, list[list[int]]], data: st.DataObject
@@ -673,7 +687,7 @@ def test_tokens_scattered_in_pieces_are_those_scattered_at_once(
     assert pools[0][0] == [-7] * width
 
 
-@few
+@some
 @given(world=healthy_worlds, data=st.data())
 def test_strided_plans_cover_every_position_in_rotation(
     backend: str, device: torch.device, world: World, data: st.DataObject
@@ -701,14 +715,14 @@ def test_strided_plans_cover_every_position_in_rotation(
         assert {seen[e] for e in full if e.row == part.row and e.position == part.prefix - 1} <= {n}
 
 
-@few
+@many
 @given(world=cached_worlds, data=st.data())
 def test_a_broken_link_between_requests_shows_nowhere_else(
     backend: str, device: torch.device, world: World, data: st.DataObject
 ) -> None:
     """A table entry swapped for another position's slot is found at that position and at its successor."""
     engine = Engine(world, backend, device)
-    engine.serve(whole_histories(world))
+    engine.remember(whole_histories(world))
     entries = expected_entries(world, 0)
     target, other = (data.draw(st.sampled_from(entries), label=which) for which in ("target", "other"))
     assume((target.position, target.token) != (other.position, other.token))
