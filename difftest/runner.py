@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
@@ -95,7 +96,11 @@ def _compare(
         if path not in rings and not torch.equal(data, got.outputs[path]):
             span = next(leaf for leaf in spec.leaves(bound) if leaf.path == path)
             raise Mismatch(
-                outcome, op=spec.name, backend=backend, path=path, detail=_difference(span.tensor, data, got.outputs[path])
+                outcome,
+                op=spec.name,
+                backend=backend,
+                path=path,
+                detail=_difference(span.tensor, data, got.outputs[path]),
             )
     for name in logs:
         detail = _compare_rings(spec, bound, name, expected, got)
@@ -113,23 +118,19 @@ def _compare_rings(spec: KernelSpec, bound: Mapping[str, Any], name: str, expect
     last = min(max(count, first), capacity)
     if rows[:first] != rows_got[:first] or rows[last:] != rows_got[last:]:
         return "rows outside [count before, count after) were touched"
-    new = sorted(rows_got[first:last])
+    new = Counter(map(tuple, rows_got[first:last]))
     if count <= capacity:
-        wanted = sorted(rows[first:last])
+        wanted = Counter(map(tuple, rows[first:last]))
         if new == wanted:
             return ""
-        missing = [r for r in wanted if r not in new]
-        extra = [r for r in new if r not in wanted]
+        missing, extra = list((wanted - new).elements()), list((new - wanted).elements())
         return f"reference has {missing[:1]}, got {extra[:1]}"
     # Overflowed: which rows made it is free, but each must be one of those that the reference finds.
     room = torch.zeros(count, VIOLATION_WORDS, dtype=torch.int64)
     roomy = {**bound, name: dataclasses.replace(bound[name], ring=room)}
     whole = _rows(_launch(spec, roomy, backend="reference", device="cpu", fill=1).outputs[f"{name}.ring"])[first:]
-    for row in new:
-        if row not in whole:
-            return f"overflowed, and {row} is none of the reference's rows"
-        whole.remove(row)
-    return ""
+    extra = list((new - Counter(map(tuple, whole))).elements())
+    return f"overflowed, and {extra[0]} is none of the reference's rows" if extra else ""
 
 
 def _rows(data: torch.Tensor) -> list[list[int]]:

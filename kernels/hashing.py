@@ -116,8 +116,8 @@ def fingerprint(
 
     slot must lie inside the source where `valid`; position is in [0, 2**32). LOAD_BYTES is the source's alignment.
     """
-    # Address 0 is never loaded from: every load below keeps `valid`.
-    entry = tl.where(valid, slot - slot_bias, 0)
+    # Lanes that are not valid compute addresses from anything; every load below is masked by `valid`.
+    entry = slot - slot_bias
     layer = position % num_layers
     window_start = (position // num_layers) % num_windows * read_bytes
     window_bytes = tl.minimum(read_bytes, bytes_per_token - window_start)

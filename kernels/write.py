@@ -376,6 +376,8 @@ def write(
     )
     if num_tokens == 0 or capacity == 0:
         return
+    # A decode batch has one token per request: small blocks then, the chain is the same.
+    block = min(TILE_TOKENS, max(16, triton.next_power_of_2(num_tokens)))
     _store[grid](
         # inputs
         *plan_arguments,
@@ -405,8 +407,9 @@ def write(
         HAS_V=endpoint.v_source is not None,
         TILE=TILE_TOKENS,
         TILE_BITS=TILE_TOKENS.bit_length(),
-        # A decode batch has one token per request: small tiles then, the chain is the same.
-        BLOCK=min(TILE_TOKENS, max(16, triton.next_power_of_2(num_tokens))),
+        BLOCK=block,
+        # No more threads than lanes: Triton 3.6 fails to compile some blocks that its threads would share.
+        num_warps=max(1, min(4, block // 32)),
         **source_arguments(endpoint.k_source, "k"),
         **source_arguments(endpoint.v_source, "v"),
     )

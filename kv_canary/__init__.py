@@ -5,6 +5,7 @@ Importing this package imports neither triton nor any engine.
 
 from kv_canary import ops
 from kv_canary.backends import register, use_backend
+from kv_canary.config import CanaryConfig
 from kv_canary.constants import (
     ANCHOR,
     BAD_SLOT,
@@ -15,7 +16,6 @@ from kv_canary.constants import (
     Status,
     Tag,
 )
-from kv_canary.config import CanaryConfig
 from kv_canary.engines import Installation, install
 from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager
 from kv_canary.manager import CanaryLimits, CanaryManager, CanarySummary

@@ -234,7 +234,9 @@ def _sentence(report: Mapping[str, Any], is_write: bool) -> str:
     record: StoredRecord | None = report["record"]
     who = f"request {report['request_id']}" if report["request_id"] else f"row {report['row']}"
     doing = "writes" if is_write else "reads"
-    text = f"step {report['step']} {report['tag']}: {who} {doing} position {report['position']} in slot {report['slot']}"
+    text = (
+        f"step {report['step']} {report['tag']}: {who} {doing} position {report['position']} in slot {report['slot']}"
+    )
     text += f" of {report['group']}: {' + '.join(report['reasons'])}."
     if report["places"]:
         text += f" Changed: {'; '.join(report['places'])}."
@@ -246,6 +248,8 @@ def _sentence(report: Mapping[str, Any], is_write: bool) -> str:
         else:
             how = "freed" if record.retired else "written"
             text += f" The slot holds token {record.token} of position {record.position}, {how} by {by} at step {record.step}"
-            expected = f"token {report['expected_token']}" if report["expected_token"] is not None else "this request's token"
+            expected = (
+                f"token {report['expected_token']}" if report["expected_token"] is not None else "this request's token"
+            )
             text += f"; expected {expected} of position {report['position']}."
     return f"{text} Likely: {report['cause']}."

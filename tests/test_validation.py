@@ -15,11 +15,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kv_canary.difftest import strategies
-from kv_canary.difftest.runner import Mismatch, Outcome, check_case
 
 import kv_canary as kc
 from kv_canary import backends, ops, specs
+from kv_canary.difftest import strategies
+from kv_canary.difftest.runner import Mismatch, Outcome, check_case
 from kv_canary.specs import all_specs, get_spec
 from kv_canary.specs.interface import KernelSpec, ScalarSpec, TensorSpec
 
@@ -165,9 +165,12 @@ def test_int32_is_not_int64(op: str, path: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "path"), paths())
-@pytest.mark.parametrize("change", [lambda t: t[None], lambda t: t[0]], ids=["one more", "one less"])
-def test_a_wrong_rank_is_refused(op: str, path: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    refused(ValueError, op, path, replaced(op, path, change))
+def test_a_wrong_rank_is_refused(op: str, path: str) -> None:
+    for message in (
+        refused(ValueError, op, path, replaced(op, path, lambda t: t[None])),
+        refused(ValueError, op, path, replaced(op, path, lambda t: t[0])),
+    ):
+        assert f"{path} must be of shape [" in message
 
 
 # The first tensor to name a symbol sets it, and later ones must agree.
@@ -616,7 +619,7 @@ def test_an_op_from_outside_gets_the_checks(device: torch.device, case: dict[str
     kc.register(ADD, backend="triton")(add)
     check_case(ADD, case, device=device)
     kc.register(ADD, backend="triton")(add_but_not_last)
-    with pytest.raises(Mismatch, match="^add_for_validation_tests on triton: sums: ") as caught:
+    with pytest.raises(Mismatch, match=r"^add_for_validation_tests on triton: sums: ") as caught:
         check_case(ADD, case, device=device)
     assert (caught.value.outcome, caught.value.backend) == (Outcome.BYTES_DIFFER, "triton")
     assert caught.value.detail.startswith(f"first at [{len(case['values']) - 1}]: ")
@@ -681,18 +684,19 @@ print(sorted(m for m in set(sys.modules) - before if m in heavy or m.startswith(
     assert run_outside(code, tmp_path) == "[]"
 
 
-@pytest.mark.parametrize("name", ["kernels", "reference", "bench", "difftest"])
-def test_the_folders_are_no_top_level_packages(name: str, tmp_path: Path) -> None:
-    code = f"""
+def test_the_folders_are_no_top_level_packages(tmp_path: Path) -> None:
+    code = """
 import importlib.util
-top, inside = importlib.util.find_spec({name!r}), importlib.util.find_spec("kv_canary.{name}")
-print(top and [top.origin, *(top.submodule_search_locations or [])])
-print(inside.origin)
+for name in ("kernels", "reference", "bench", "difftest"):
+    top, inside = importlib.util.find_spec(name), importlib.util.find_spec("kv_canary." + name)
+    print(top and [top.origin, *(top.submodule_search_locations or [])])
+    print(inside.origin)
 """
-    top, inside = run_outside(code, tmp_path).splitlines()
-    # A package of somebody else may have the name; ours may not.
-    assert str(REPO) not in top.replace(str(Path(sys.prefix)), "")
-    assert Path(inside).resolve().name == "__init__.py"
+    lines = run_outside(code, tmp_path).splitlines()
+    for top, inside in zip(lines[::2], lines[1::2], strict=True):
+        # A package of somebody else may have the name; ours may not.
+        assert str(REPO) not in top.replace(sys.prefix, "")
+        assert Path(inside).name == "__init__.py"
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])

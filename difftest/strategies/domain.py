@@ -176,7 +176,10 @@ def worlds(draw: Any, *, longest: int = 257, tag: int = 0) -> World:
 def _write_history(world: World, *, step: int) -> None:
     """Write every request's tokens with the reference, then set the tails to where they end."""
     count = len(world.rows)
-    chosen = [(world.slots[r, :n], world.tokens[r, :n], torch.arange(n)) for r, n in zip(world.rows, world.lengths, strict=True)]
+    chosen = [
+        (world.slots[r, :n], world.tokens[r, :n], torch.arange(n))
+        for r, n in zip(world.rows, world.lengths, strict=True)
+    ]
     flat = [torch.cat([c[i] for c in chosen]) if chosen else torch.zeros(0, dtype=torch.int64) for i in range(3)]
     offsets = int64(np.cumsum([0, *world.lengths]))
     if world.anchors is not None:

@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from kv_canary.difftest.strategies.domain import HOSTILE, int64, owner_numbers, replace_some, steps, strided_rows, worlds
+from kv_canary.difftest.strategies.domain import (
+    HOSTILE,
+    int64,
+    owner_numbers,
+    replace_some,
+    steps,
+    strided_rows,
+    worlds,
+)
 
 
 @st.composite

@@ -80,7 +80,9 @@ class TransformersCanary:
         """Return what the canary has done, over all caches."""
         parts = [s.manager.summary() for s in self._sessions]
         if not parts:
-            return CanarySummary(status="disabled", steps=0, positions_verified=0, violations=0, reasons={}, launches={})
+            return CanarySummary(
+                status="disabled", steps=0, positions_verified=0, violations=0, reasons={}, launches={}
+            )
         total = parts[0]
         for part in parts[1:]:
             total = dataclasses.replace(

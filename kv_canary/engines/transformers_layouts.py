@@ -165,7 +165,10 @@ class SectorLayout(Layout):
         layers = tuple(v.as_strided((num_blocks, page * width), (stride * width, 1)) for v in views)
         bytes_per_token = width * views[0].element_size()
         return KvSource(
-            layers=layers, page_size=page, bytes_per_token=bytes_per_token, read_bytes=min(self.read_bytes, bytes_per_token)
+            layers=layers,
+            page_size=page,
+            bytes_per_token=bytes_per_token,
+            read_bytes=min(self.read_bytes, bytes_per_token),
         )
 
     def to_slots(self, group: int, indices: torch.Tensor) -> torch.Tensor:
@@ -212,7 +215,11 @@ class SectorLayout(Layout):
 
     def host_blocks(self, request_id: str) -> Mapping[KvPool, list[tuple[int, list[int]]]]:
         hosts = self.processor.offloading_manager._request_id_to_cpu_blocks.get(request_id, {})
-        return {self.groups[g].pool: [(g, hosts[a.layer_type])] for g, a in enumerate(self.allocators) if a.layer_type in hosts}
+        return {
+            self.groups[g].pool: [(g, hosts[a.layer_type])]
+            for g, a in enumerate(self.allocators)
+            if a.layer_type in hosts
+        }
 
     def block_table(self, group: int) -> dict[str, list[int]]:
         table: dict[str, list[int]] = self.allocators[group].block_table

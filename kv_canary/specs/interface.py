@@ -127,7 +127,9 @@ class KernelSpec:
         """
         for name in given:
             if name not in self.arguments:
-                raise TypeError(f"kv-canary: {self.name}: unknown argument {name}; it takes {', '.join(self.arguments)}")
+                raise TypeError(
+                    f"kv-canary: {self.name}: unknown argument {name}; it takes {', '.join(self.arguments)}"
+                )
         binding = _Binding(self.name)
         bound: dict[str, Any] = {}
         for name, spec in self.arguments.items():
@@ -158,7 +160,9 @@ class KernelSpec:
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default(spec))
             for name, spec in self.arguments.items()
         ]
-        return inspect.Signature([*parameters, inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default=None)])
+        return inspect.Signature(
+            [*parameters, inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default=None)]
+        )
 
 
 def allocate_tensor(spec: TensorSpec, sizes: Sizes, device: torch.device | str) -> torch.Tensor:
@@ -233,12 +237,11 @@ class _Binding:
                 self.sizes[symbol] = extent - plus
                 self._size_from[symbol] = name
                 return
-            ok = symbol in self.sizes and self.sizes[symbol] + plus == extent
+            needed = self.sizes[symbol] + plus if symbol in self.sizes else plus
         else:
-            # Scratch may be larger than needed, so that one allocation serves every batch.
             needed = _extent(size, self.sizes)
-            ok = extent >= needed if spec.role == "scratch" else extent == needed
-        if not ok:
+        # Scratch may be larger than needed, so that one allocation serves every batch.
+        if extent < needed or (extent > needed and spec.role != "scratch"):
             raise ValueError(must_be(self.op, name, f"of shape {self._shape_text(spec)}", str(list(value.shape))))
 
     def _check_strides(self, name: str, spec: TensorSpec, value: torch.Tensor) -> None:
@@ -266,8 +269,10 @@ class _Binding:
         for size in spec.shape:
             if isinstance(size, str):
                 symbol, plus = _parse(size)
-                known = f"={self.sizes[symbol] + plus} ({symbol} of {self._size_from[symbol]})"
-                parts.append(size + (known if symbol in self.sizes else ""))
+                known = symbol in self.sizes
+                parts.append(
+                    f"{size}={self.sizes[symbol] + plus} ({symbol} of {self._size_from[symbol]})" if known else size
+                )
             else:
                 parts.append(str(_extent(size, self.sizes)))
         return f"[{', '.join(parts)}]"

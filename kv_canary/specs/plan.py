@@ -53,7 +53,9 @@ SPEC = KernelSpec(
         "expected_lens": TensorSpec(
             dtype=torch.int64, shape=("bs",), optional=True, with_="expected_tokens", doc="tokens known of each request"
         ),
-        "token_offset": ScalarSpec(type=int, default=0, doc="added to a position to look its token up; 1: EAGLE drafts"),
+        "token_offset": ScalarSpec(
+            type=int, default=0, doc="added to a position to look its token up; 1: EAGLE drafts"
+        ),
         "strides": TensorSpec(
             dtype=torch.int64,
             shape=("bs",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kv_canary.constants import RECORD_WORDS
-from kv_canary.specs.interface import KernelSpec, ScalarSpec, TensorsSpec, TensorSpec
+from kv_canary.specs.interface import KernelSpec, ScalarSpec, TensorSpec, TensorsSpec
 
 SPEC = KernelSpec(
     name="retire",

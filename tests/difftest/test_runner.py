@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from kv_canary.difftest.runner import Mismatch, Outcome, check_case
 
 import kv_canary as kc
 from kv_canary import backends, specs
+from kv_canary.difftest.runner import Mismatch, Outcome, check_case
 from kv_canary.specs.interface import KernelSpec, StructSpec, TensorSpec
 
 DOUBLE = KernelSpec(
