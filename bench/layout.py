@@ -327,7 +327,8 @@ def make_pool(case: Case, device: torch.device) -> Pool:
             where = positions[layer :: case.layers]
             first_word = where // case.layers % NUM_WINDOWS * (WINDOW_BYTES // 8)
             covered = slots[:, layer :: case.layers]
-            prints = sum(hashing.mix(pool[covered, first_word + j] ^ _mix_of(j, device)) for j in range(2))
+            mixed = [hashing.mix(pool[covered, first_word + j] ^ _mix_of(j, device)) for j in range(2)]
+            prints = mixed[0] + mixed[1]
             words[2 + half, :, layer :: case.layers] = (prints ^ hashing.shift_right(prints, 32)) & hashing.LOW_32
     rows = torch.arange(1, case.batch + 1, device=device)
     words[4] = hashing.writer(torch.ones_like(rows), rows)[:, None]
@@ -456,7 +457,7 @@ def necessary_bytes(case: Case, layout: str, mode: str) -> float:
     """Bytes that one launch has to move, by the formula of this module's docstring."""
     with_bytes = mode == "mapping+bytes"
     if layout == "columns":
-        sectors_per_word = triton.cdiv(case.page * 8, SECTOR_BYTES) / case.page
+        sectors_per_word: float = triton.cdiv(case.page * 8, SECTOR_BYTES) / case.page
         sectors = (3 if with_bytes else 2) * sectors_per_word
     else:
         sectors = 1 if layout == "one" else 2
@@ -624,8 +625,8 @@ def _chains(identities: torch.Tensor) -> torch.Tensor:
         inverse_power = inverse_power * inverse % (1 << 64)
         powers.append(to_signed(power))
         inverse_powers.append(to_signed(inverse_power))
-    scale, inverse_scale = torch.tensor([powers, inverse_powers], device=identities.device)
-    return scale * (ANCHOR + (hashing.mix(identities) * inverse_scale).cumsum(dim=1))
+    scales = torch.tensor([powers, inverse_powers], device=identities.device)
+    return scales[0] * (ANCHOR + (hashing.mix(identities) * scales[1]).cumsum(dim=1))
 
 
 def _mix_of(value: int, device: torch.device) -> torch.Tensor:

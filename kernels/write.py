@@ -82,7 +82,7 @@ def _prepare(
 ):
     r = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1).to(tl.int64)
-    row, begin, first, last = _segment(r, rows_ptr, offsets_ptr, num_requests_ptr, capacity, num_rows, num_tokens)
+    row, _, first, last = _segment(r, rows_ptr, offsets_ptr, num_requests_ptr, capacity, num_rows, num_tokens)
     if (r == 0) & (part == 0):
         tl.atomic_add(counters_ptr + TAG * 2, 1)
 

@@ -230,7 +230,8 @@ class CanaryManager:
         self._violations += findings.total
         for words in findings.rows:
             self._reasons.update(r.name or str(r) for r in Reason if r in Reason(words[1]))
-        reports = [self._decoder.decode(words) for words in findings.rows[: self.config.max_reports_per_step]]
+        chosen = _most_telling(findings.rows, self.config.max_reports_per_step)
+        reports = [self._decoder.decode(words) for words in chosen]
         self.reports.extend(reports)
         for report in reports:
             logger.error("kv-canary: %s", report.sentence)
@@ -253,3 +254,13 @@ class CanaryManager:
 
     def _name_of_owner(self, owner: int) -> str | None:
         return None if self._rows is None else self._rows.name(owner)
+
+
+def _most_telling(rows: list[list[int]], count: int) -> list[list[int]]:
+    """Return up to `count` violation rows: first one of every kind (tag, reasons, row), then the rest, in order."""
+    first: dict[tuple[int, int, int], int] = {}
+    for index, words in enumerate(rows):
+        first.setdefault((words[0], words[1], words[3]), index)
+    leading = list(first.values())
+    rest = [i for i in range(len(rows)) if i not in set(leading)]
+    return [rows[i] for i in sorted([*leading, *rest][:count])]

@@ -247,7 +247,8 @@ def _sentence(report: Mapping[str, Any], is_write: bool) -> str:
             text += f", over a record of {by} (step {record.step})." if record.owner else "."
         else:
             how = "freed" if record.retired else "written"
-            text += f" The slot holds token {record.token} of position {record.position}, {how} by {by} at step {record.step}"
+            text += f" The slot holds token {record.token} of position {record.position}"
+            text += f", {how} by {by} at step {record.step}"
             expected = (
                 f"token {report['expected_token']}" if report["expected_token"] is not None else "this request's token"
             )

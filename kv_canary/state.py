@@ -42,7 +42,10 @@ class CanaryDeviceState:
 
         A row that changed hands, or whose prefix shrank, restarts from 0.
         """
-        rows, starts, lengths, flat = [], [], [], []
+        rows: list[int] = []
+        starts: list[int] = []
+        lengths: list[int] = []
+        flat: list[int] = []
         for r in requests:
             start = self._tail_len[r.row]
             if self._tail_owner[r.row] != r.owner or r.prefix_len < start:

@@ -72,6 +72,17 @@ class TransformersCanary:
         return self._sessions[-1].manager
 
     @property
+    def layout(self) -> Layout:
+        """Where the newest cache keeps what.
+
+        Raises:
+            RuntimeError: the engine has not made its cache yet.
+        """
+        if not self._sessions:
+            raise RuntimeError("kv-canary: transformers adapter: layout must be asked for once the cache exists")
+        return self._sessions[-1].layout
+
+    @property
     def reports(self) -> list[ViolationReport]:
         """The latest reports, oldest first."""
         return [r for s in self._sessions for r in s.manager.reports]
@@ -165,30 +176,30 @@ class _Session:
             raise ValueError(
                 must_be("transformers adapter", "max_blocks_per_request", expected, str(cache.max_blocks_per_request))
             )
-        self._layout: Layout = layout_class(transformers.__version__)(processor, read_bytes=config.read_bytes)
-        if not self._layout.empty():
+        self.layout: Layout = layout_class(transformers.__version__)(processor, read_bytes=config.read_bytes)
+        if not self.layout.empty():
             raise RuntimeError(must_be("transformers adapter", "the cache", "empty when installed", "requests in it"))
         max_requests = io.max_requests_per_batch
         limits = CanaryLimits(
             max_rows=2 * max_requests + 1,
             max_requests=max_requests,
             max_tokens=cache.max_batch_tokens,
-            max_len=max(g.pool.num_slots for g in self._layout.groups),
+            max_len=max(g.pool.num_slots for g in self.layout.groups),
         )
         self._rows = RowTable(limits.max_rows)
         self.manager = CanaryManager(
-            self._layout.groups, limits=limits, config=config, rows=self._rows, on_report=on_report
+            self.layout.groups, limits=limits, config=config, rows=self._rows, on_report=on_report
         )
         self._stream: torch.cuda.Stream | None = io.compute_stream
         self._tables = [
             torch.zeros(limits.max_rows, 256, dtype=torch.int32, device=self.manager.device)
-            for _ in self._layout.groups
+            for _ in self.layout.groups
         ]
         self._freed: dict[KvPool, list[torch.Tensor]] = {}
         self._patches = Patches()
         try:
             self._patches.wrap(processor.model_runner, "compute_batch", self._compute_batch)
-            self._layout.watch(
+            self.layout.watch(
                 self._patches,
                 Events(
                     freed=lambda pool, slots: self._freed.setdefault(pool, []).append(slots),
@@ -251,8 +262,8 @@ class _Session:
             )
         tokens = sum(r.extend_len for r in described)
         out_slots, tables = {}, {}
-        for g, group in enumerate(self._layout.groups):
-            out_slots[group.name] = self._layout.to_slots(g, batch_data["write_index"][g][:tokens])
+        for g, group in enumerate(self.layout.groups):
+            out_slots[group.name] = self.layout.to_slots(g, batch_data["write_index"][g][:tokens])
             self._fill_table(g, described, batch_data["read_index"][g])
             tables[group.name] = self._tables[g]
         return ForwardBatch(
@@ -270,7 +281,7 @@ class _Session:
         """
         if read_index.numel() == 0:
             return
-        group, device = self._layout.groups[g], self.manager.device
+        group, device = self.layout.groups[g], self.manager.device
         cached = [min(r.prefix_len, group.window) if group.window else r.prefix_len for r in requests]
         longest = max((r.prefix_len for r in requests), default=0)
         if longest > self._tables[g].shape[1]:
@@ -282,7 +293,7 @@ class _Session:
         numbers = torch.tensor([cached, begin, base, first, rows], dtype=torch.int64).to(device, non_blocking=True)
         of = torch.repeat_interleave(torch.arange(len(requests), device=device), numbers[0], output_size=sum(cached))
         k = torch.arange(len(of), device=device) - numbers[1][of]
-        slots = self._layout.to_slots(g, read_index[numbers[2][of] + k])
+        slots = self.layout.to_slots(g, read_index[numbers[2][of] + k])
         self._tables[g][numbers[4][of], numbers[3][of] + k] = slots.to(torch.int32)
 
     def _copied(self, pool: KvPool, src: torch.Tensor, dst: torch.Tensor, request_id: str) -> None:

@@ -83,7 +83,7 @@ class StructSpec:
 class ScalarSpec:
     """A plain int or bool, known on the host when the op is launched."""
 
-    type: type
+    type: type[int]
     default: Any = _REQUIRED
     minimum: int | None = None
     doc: str = ""

@@ -32,7 +32,7 @@ class _Allocates:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VerifyPlan(_Allocates):
-    """Which records to verify, entry by entry; allocate with `verify_cap=`. Only the first `num_valid` entries count."""
+    """Which records to verify, entry by entry; allocate with `verify_cap=`. The first `num_valid` entries count."""
 
     slots: torch.Tensor = _tensor(torch.int64, "verify_cap", doc="slot of the entry, or BAD_SLOT")
     prev_slots: torch.Tensor = _tensor(torch.int64, "verify_cap", doc="slot of the position before, or a slot code")

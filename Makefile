@@ -1,0 +1,64 @@
+# What a developer and CI run. The programs of the environment are called by path, never as `python -m` from here:
+# this folder holds `kernels/`, and transformers looks for a top-level package of that name.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+# What environments are made with: the first of these that is Python 3.11 or 3.12 and has venv.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import ensurepip, sys, venv; \
+	sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$p && break; done)
+
+# The oldest transformers that the adapter is tested with; constraints.txt pins the newest.
+OLD_TRANSFORMERS := transformers==5.17.*
+
+.PHONY: help setup demo check test test-tf517 fuzz clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+
+setup: .venv/.stamp ## make .venv, with the package and the tools (done once)
+
+demo: .venv/.stamp ## see corruption found, on the CPU
+	.venv/bin/kv-canary demo
+
+check: .venv/.stamp ## lint, formatting, types
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+# mypy does not follow setuptools' package-dir, so it gets a folder of links in the shape of the installed package.
+	rm -rf .venv/typecheck
+	mkdir -p .venv/typecheck/kv_canary
+	ln -s "$$PWD"/kv_canary/* "$$PWD"/{bench,difftest,kernels,reference} .venv/typecheck/kv_canary/
+	MYPYPATH=.venv/typecheck .venv/bin/mypy .venv/typecheck/kv_canary
+
+test: check ## check, then every test, Triton in its interpreter
+	.venv/bin/pytest -n 2 --benchmark-disable -m 'not tf517'
+
+test-tf517: .venv-tf517/.stamp ## the adapter's tests with the oldest transformers, in .venv-tf517
+	.venv-tf517/bin/pytest --benchmark-disable tests/engines
+
+fuzz: .venv/.stamp ## differential tests with ten times the cases
+	.venv/bin/pytest -n 2 --benchmark-disable tests/difftest --examples 2000
+
+clean: ## remove environments, builds and caches; found counterexamples stay
+	rm -rf .venv .venv-tf517 build dist *.egg-info .benchmarks .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.stamp: constraints.txt pyproject.toml
+	$(call install,.venv,cat constraints.txt)
+
+.venv-tf517/.stamp: constraints.txt pyproject.toml
+	$(call install,.venv-tf517,sed 's/^transformers==.*/$(OLD_TRANSFORMERS)/' constraints.txt)
+
+# $(call install,folder,command): make an environment of the versions that `command` prints.
+# torch comes first and by itself: the build that pip prefers (a local CPU one, say) is taken, and then pinned to the
+# letter so that nothing replaces it. A CUDA build brings the Triton that it was made with; the pin is for the others.
+define install
+	test -x $(1)/bin/pip || $(or $(PYTHON),$(error kv-canary: setup needs Python 3.11 or 3.12 with venv: make setup PYTHON=...)) -m venv $(1)
+	$(2) | grep -v '^triton==' > $(1)/constraints.txt
+	$(1)/bin/pip install -q -c $(1)/constraints.txt torch setuptools
+	$(1)/bin/pip show torch | grep -q '^Requires:.*triton' || grep '^triton==' constraints.txt >> $(1)/constraints.txt
+	$(1)/bin/pip freeze --all | grep '^torch==' >> $(1)/constraints.txt
+	$(1)/bin/pip install -q -c $(1)/constraints.txt --no-build-isolation -e '.[dev]'
+	touch $(1)/.stamp
+endef

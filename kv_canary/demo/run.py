@@ -1,0 +1,185 @@
+"""Runs the demo and shows what came of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kv_canary.backends import select_backend
+from kv_canary.config import CanaryConfig
+from kv_canary.demo.faults import FAULTS, Fault, Planter
+from kv_canary.demo.serving import MODELS, Served, serve, tiny_model
+from kv_canary.demo.traffic import Conversation
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultResult:
+    """What became of one planted fault."""
+
+    name: str
+    model: str
+    found: bool
+    reasons: list[str]
+    tag: str | None
+    steps_late: int | None
+    planted_step: int | None
+    where: str | None
+    slot: int | None
+    report: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoResult:
+    """The whole demo: its clean runs and its planted faults."""
+
+    engine: str
+    backend: str
+    device: str
+    clean: dict[str, Any]
+    faults: list[FaultResult]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the clean runs were silent and every fault was found."""
+        silent = self.clean["violations"] == 0 and self.clean["positions_verified"] > 0
+        return silent and all(f.found for f in self.faults)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as JSON-ready values."""
+        return asdict(self)
+
+
+def run_demo(
+    conversations: Sequence[Conversation],
+    *,
+    config: CanaryConfig,
+    device: str,
+    seed: int,
+    console: Console,
+    models: Sequence[str] = MODELS,
+    faults: Sequence[Fault] = FAULTS,
+) -> DemoResult:
+    """Serve `conversations` on every model, first healthy, then once per fault, and show progress and results.
+
+    Args:
+        conversations: the traffic of every run.
+        config: the canary's; its mode should be "log", since every run is to be seen to its end.
+        device: "cpu" or "cuda".
+        seed: of the models and of the choice of what to damage.
+        console: where to show it.
+        models: names of tiny models.
+        faults: the faults to plant.
+    """
+    # Violations are what the demo is about: it shows them itself.
+    logger = logging.getLogger("kv_canary")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    turns = sum(len(c.turns) for c in conversations)
+    clean: dict[str, Served] = {}
+    results: list[FaultResult] = []
+    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=console) as progress:
+            for name in models:
+                model = tiny_model(name, device=device, seed=seed)
+                task = progress.add_task(f"{name}, healthy (answers)", total=turns)
+                clean[name] = serve(
+                    model,
+                    conversations,
+                    config=config,
+                    on_finished=lambda n, t=task: progress.update(t, completed=n),
+                )
+                task = progress.add_task(f"{name}, planted faults", total=len(faults))
+                for fault in faults:
+                    results.append(_plant(fault, name, model, conversations, config=config, seed=seed))
+                    progress.advance(task)
+    finally:
+        logger.setLevel(level)
+    totals = {
+        key: sum(getattr(s, key) for s in clean.values())
+        for key in ("requests", "forwards", "positions_verified", "violations")
+    }
+    result = DemoResult(
+        engine=f"transformers {transformers.__version__}",
+        backend=select_backend(config.backend, torch.device(device)),
+        device=torch.cuda.get_device_name() if device == "cuda" else device,
+        clean=totals,
+        faults=results,
+    )
+    _show(result, clean, console)
+    return result
+
+
+def _plant(
+    fault: Fault, name: str, model: Any, conversations: Sequence[Conversation], *, config: CanaryConfig, seed: int
+) -> FaultResult:
+    planter = Planter(fault=fault, seed=seed)
+    served = serve(model, conversations, config=config, hooks=planter.hooks())
+    findings = planter.findings(served.reports)
+    planted = planter.planted
+    if planted is None or not findings:
+        return FaultResult(
+            name=fault.name,
+            model=name,
+            found=False,
+            reasons=sorted({r for report in served.reports for r in report.reasons}),
+            tag=None,
+            steps_late=None,
+            planted_step=planted.step if planted else None,
+            where=planted.where if planted else None,
+            slot=None,
+            report=None,
+        )
+    first = findings[0]
+    return FaultResult(
+        name=fault.name,
+        model=name,
+        found=True,
+        reasons=list(first.reasons),
+        tag=first.tag,
+        steps_late=first.step - planted.step,
+        planted_step=planted.step,
+        where=planted.where,
+        slot=first.slot,
+        report=first.sentence,
+    )
+
+
+def _show(result: DemoResult, clean: dict[str, Served], console: Console) -> None:
+    table = Table(title=f"Healthy: {result.engine}, backend {result.backend} on {result.device}")
+    for column in ("model", "answers", "forwards", "positions verified", "violations"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for name, served in clean.items():
+        row = (served.requests, served.forwards, served.positions_verified, served.violations)
+        table.add_row(name, *(f"{n:,}" for n in row))
+    console.print(table)
+
+    table = Table(title="Planted faults")
+    for column in ("model", "fault", "planted", "at step", "found as", "by", "steps late", "slot"):
+        table.add_column(column, justify="right" if column in ("at step", "steps late", "slot") else "left")
+    for f in result.faults:
+        found = " + ".join(f.reasons) if f.found else "[bold red]NOT FOUND"
+        planted = f.where or "[bold red]never: no right moment came"
+        numbers = ("" if n is None else str(n) for n in (f.planted_step, f.steps_late, f.slot))
+        step, late, slot = numbers
+        table.add_row(f.model, f.name, planted, step, found, f.tag or "", late, slot)
+    console.print(table)
+    example = next((f.report for f in result.faults if f.report), None)
+    if example:
+        console.print(f"A report in full: {example}", highlight=False)
+
+    found = sum(f.found for f in result.faults)
+    silent = "silent" if not result.clean["violations"] else f"{result.clean['violations']} FALSE ALARMS"
+    verdict = "[bold green]PASS" if result.passed else "[bold red]FAIL"
+    console.print(
+        f"{verdict}[/]: healthy runs {silent} over {result.clean['forwards']:,} forwards and "
+        f"{result.clean['positions_verified']:,} verified positions; {found} of {len(result.faults)} faults found."
+    )

@@ -1,0 +1,1 @@
+"""Tests of the engine adapters; a package, so that they share `scenarios`."""

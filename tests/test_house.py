@@ -1,0 +1,166 @@
+"""The house rules: one installed package, one file name and one signature per op, imports that run one way."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kv_canary.backends import implementation
+from kv_canary.specs import all_specs, get_spec
+
+ROOT = Path(__file__).resolve().parents[1]
+# Folder in the repository -> the package that it installs as.
+PACKAGES = {
+    "kv_canary": "kv_canary",
+    "reference": "kv_canary.reference",
+    "kernels": "kv_canary.kernels",
+    "difftest": "kv_canary.difftest",
+    "bench": "kv_canary.bench",
+}
+# What implementations may import, besides their own folder.
+SHARED = ("kv_canary.specs", "kv_canary.constants", "kv_canary.errors", "kv_canary.backends")
+IMPLEMENTATIONS = ("kv_canary.reference", "kv_canary.kernels", "kv_canary.difftest", "kv_canary.bench")
+# A spec's file is told by what it defines, as the registry tells it.
+OPS = sorted(path.stem for path in (ROOT / "kv_canary/specs").glob("*.py") if "\nSPEC = " in path.read_text())
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+ALL_SOURCES = [path for folder in (*PACKAGES, "tests") for path in sources(folder)]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def module_level(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Yield what runs, or is read by a type checker, when the module is imported; function bodies are left out."""
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.stmt):
+            yield node
+        pending.extend(ast.iter_child_nodes(node))
+
+
+def imported_by(path: Path, *, everywhere: bool) -> set[str]:
+    """The modules, and names out of modules, that `path` imports: at module level, or in functions too."""
+    tree = ast.parse(path.read_text())
+    nodes = ast.walk(tree) if everywhere else module_level(tree)
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno}: relative import"
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def inside(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The files of a wheel built from a copy of the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    files = [path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.suffix != ".pyc" and path.is_file()]
+    # A copy, so that the build leaves nothing in the checkout.
+    for path in [*files, ROOT / "pyproject.toml", ROOT / "README.md"]:
+        copy = folder / "checkout" / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    command = [sys.executable, "-I", "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [*command, "--wheel-dir", str(folder), str(folder / "checkout")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("*.whl")
+    return zipfile.ZipFile(wheel).namelist()
+
+
+def test_wheel_installs_one_top_level_package(wheel_names: list[str]) -> None:
+    tops = {name.split("/")[0] for name in wheel_names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"kv_canary"}
+
+
+def test_wheel_holds_every_module(wheel_names: list[str]) -> None:
+    expected = {
+        PACKAGES[folder].replace(".", "/") + "/" + str(path.relative_to(ROOT / folder))
+        for folder in PACKAGES
+        for path in sources(folder)
+    }
+    assert expected - set(wheel_names) == set()
+    assert "kv_canary/py.typed" in wheel_names
+
+
+def test_spec_is_named_like_its_file() -> None:
+    assert OPS
+    assert set(OPS) <= set(all_specs())
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("folder", ["kv_canary/specs", "reference", "kernels", "difftest/strategies"])
+def test_op_has_one_file_name(op: str, folder: str) -> None:
+    assert (ROOT / folder / f"{op}.py").is_file()
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_implementation_has_the_signature_of_its_spec(op: str, backend: str) -> None:
+    function: Callable[..., None] = implementation(op, backend)
+    parameters = inspect.signature(function).parameters
+    assert list(parameters) == list(get_spec(op).arguments)
+    # Defaults are the spec's alone: a call binds them all before it reaches an implementation.
+    kinds = {(parameter.kind, parameter.default) for parameter in parameters.values()}
+    assert kinds == {(inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty)}
+
+
+@pytest.mark.parametrize("path", ALL_SOURCES, ids=name_of)
+def test_module_has_a_docstring(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+@pytest.mark.parametrize("folder", ["reference", "kernels"])
+def test_implementations_import_shared_parts_and_their_own_folder(folder: str) -> None:
+    allowed = (*SHARED, PACKAGES[folder])
+    foreign = {
+        f"{name_of(path)}: {name}"
+        for path in sources(folder)
+        for name in imported_by(path, everywhere=True)
+        if name.startswith("kv_canary") and not inside(name, allowed)
+    }
+    assert foreign == set()
+
+
+def test_runtime_reaches_implementations_through_the_registry_only() -> None:
+    direct = {
+        f"{name_of(path)}: {name}"
+        for path in sources("kv_canary")
+        for name in imported_by(path, everywhere=False)
+        if inside(name, IMPLEMENTATIONS)
+    }
+    assert direct == set()
+
+
+def test_kernels_init_holds_a_docstring_only() -> None:
+    body = ast.parse((ROOT / "kernels/__init__.py").read_text()).body
+    assert [type(node) for node in body] == [ast.Expr]
+
+
+def test_importing_the_package_imports_neither_triton_nor_an_engine() -> None:
+    code = "import sys, kv_canary; print(*({'triton', 'transformers', 'vllm', 'sglang'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
