@@ -35,7 +35,7 @@ test: check ## check, then every test, Triton in its interpreter
 	.venv/bin/pytest -n 2 --benchmark-disable -m 'not tf517'
 
 test-tf517: .venv-tf517/.stamp ## the adapter's tests with the oldest transformers, in .venv-tf517
-	.venv-tf517/bin/pytest --benchmark-disable tests/engines
+	.venv-tf517/bin/pytest -n 2 --benchmark-disable tests/engines
 
 fuzz: .venv/.stamp ## differential tests with ten times the cases
 	.venv/bin/pytest -n 2 --benchmark-disable tests/difftest --examples 2000

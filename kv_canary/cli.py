@@ -24,7 +24,9 @@ def main(verbose: bool) -> None:
 
     Start with `kv-canary demo`. Exit codes: 0 clean, 1 something was found, 2 misuse.
     """
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
 
 
 @main.command()
@@ -47,11 +49,15 @@ def main(verbose: bool) -> None:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Replay the lengths (and shared prefix blocks) of a Mooncake .jsonl or an Azure .csv trace.",
 )
-@click.option("--trace-scale", type=click.IntRange(1, 512), default=64, show_default=True, help="Divide its lengths by.")
+@click.option(
+    "--trace-scale", type=click.IntRange(1, 512), default=64, show_default=True, help="Divide its lengths by."
+)
 @click.option("--requests", type=click.IntRange(2), help="Conversations to serve. [default: 16, interpreted: 4]")
 @click.option("--turns", type=click.IntRange(1), help="Turns of each. [default: 2, interpreted: 1]")
 @click.option("--new-tokens", type=click.IntRange(2), help="Tokens per answer. [default: 24, interpreted: 20]")
-@click.option("--read-bytes", type=click.IntRange(1), default=16, show_default=True, help="Bytes fingerprinted a token.")
+@click.option(
+    "--read-bytes", type=click.IntRange(1), default=16, show_default=True, help="Bytes fingerprinted a token."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the models and of what is damaged.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the facts here too.")
 def demo(
@@ -92,11 +98,15 @@ def demo(
         from kv_canary.demo import traffic
         from kv_canary.demo.run import run_demo
     except ModuleNotFoundError as error:
-        raise click.UsageError(f"the demo needs transformers: pip install 'kv-canary[transformers]' ({error})") from error
+        raise click.UsageError(
+            f"the demo needs transformers: pip install 'kv-canary[transformers]' ({error})"
+        ) from error
     if device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("--device cuda must be on a machine with a CUDA GPU, got one without")
-    count, turns, new_tokens = requests or (4 if interpreted else 16), turns or (1 if interpreted else 2), new_tokens or (
-        20 if interpreted else 24
+    count, turns, new_tokens = (
+        requests or (4 if interpreted else 16),
+        turns or (1 if interpreted else 2),
+        new_tokens or (20 if interpreted else 24),
     )
     text = traffic.read_files(prompts) if prompts else traffic.python_text()
     try:

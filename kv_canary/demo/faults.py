@@ -104,14 +104,16 @@ class Planter:
         return Hooks(before_tables=self._before_tables, before_forward=self._before_forward, done=self._done)
 
     def findings(self, reports: Sequence[ViolationReport]) -> list[ViolationReport]:
-        """Return the reports that found the fault: of an expected reason, at a planted slot, not before it was there."""
+        """Return the reports that found the fault: of an expected reason, at a planted slot, not before its step."""
         if self.planted is None:
             return []
         wanted = {r.name for r in Reason if r in self.fault.expected}
         step, slots = self.planted.step, self.planted.slots
         return [r for r in reports if r.step >= step and r.slot in slots and wanted & set(r.reasons)]
 
-    def _before_tables(self, canary: TransformersCanary, processor: Any, futures: Sequence[Any]) -> Callable[[], None] | None:
+    def _before_tables(
+        self, canary: TransformersCanary, processor: Any, futures: Sequence[Any]
+    ) -> Callable[[], None] | None:
         if not self.fault.in_tables:
             return None
         past = [f.state.position_offset for f in futures]
@@ -239,7 +241,10 @@ def _whole_prefix(scene: Scene, batch_data: dict[str, Any]) -> tuple[set[int], s
         (a, b)
         for a in scene.requests
         for b in scene.requests
-        if a.past and a.past % page == 0 and b.past >= a.past and a.extend
+        if a.past
+        and a.past % page == 0
+        and b.past >= a.past
+        and a.extend
         and table[a.request_id][a.past // page - 1] != table[b.request_id][a.past // page - 1]
     ]
     if not pairs:
@@ -313,7 +318,7 @@ def _zero(pool: KvPool, slots: list[int]) -> None:
 
 
 def _page(layout: Layout) -> int:
-    return layout.page if isinstance(layout, BlockLayout) else _allocators(layout)[0].tokens_per_page
+    return layout.page if isinstance(layout, BlockLayout) else int(_allocators(layout)[0].tokens_per_page)
 
 
 MOVED = Reason.TOKEN | Reason.POSITION | Reason.CHAIN

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kv_canary.backends import select_backend
@@ -91,12 +91,11 @@ def run_demo(
             for name in models:
                 model = tiny_model(name, device=device, seed=seed)
                 task = progress.add_task(f"{name}, healthy (answers)", total=turns)
-                clean[name] = serve(
-                    model,
-                    conversations,
-                    config=config,
-                    on_finished=lambda n, t=task: progress.update(t, completed=n),
-                )
+
+                def finished(n: int, task: TaskID = task) -> None:
+                    progress.update(task, completed=n)
+
+                clean[name] = serve(model, conversations, config=config, on_finished=finished)
                 task = progress.add_task(f"{name}, planted faults", total=len(faults))
                 for fault in faults:
                     results.append(_plant(fault, name, model, conversations, config=config, seed=seed))
@@ -176,10 +175,10 @@ def _show(result: DemoResult, clean: dict[str, Served], console: Console) -> Non
     if example:
         console.print(f"A report in full: {example}", highlight=False)
 
-    found = sum(f.found for f in result.faults)
+    num_found = sum(f.found for f in result.faults)
     silent = "silent" if not result.clean["violations"] else f"{result.clean['violations']} FALSE ALARMS"
     verdict = "[bold green]PASS" if result.passed else "[bold red]FAIL"
     console.print(
         f"{verdict}[/]: healthy runs {silent} over {result.clean['forwards']:,} forwards and "
-        f"{result.clean['positions_verified']:,} verified positions; {found} of {len(result.faults)} faults found."
+        f"{result.clean['positions_verified']:,} verified positions; {num_found} of {len(result.faults)} faults found."
     )

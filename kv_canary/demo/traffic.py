@@ -36,7 +36,6 @@ class Conversation:
 def python_text() -> str:
     """Return the text that comes with Python: pydoc's topics, then docstrings of the standard library."""
     import importlib
-
     from pydoc_data.topics import topics
 
     parts = list(topics.values())
@@ -116,7 +115,9 @@ def _rows(path: Path) -> Iterator[tuple[int, int, list[int]]]:
                 for row in csv.DictReader(file):
                     yield int(row["ContextTokens"]), int(row["GeneratedTokens"]), []
     except (KeyError, json.JSONDecodeError, TypeError) as error:
-        raise ValueError(must_be("demo", "--trace", "a Mooncake .jsonl or an Azure .csv", f"{path}: {error!r}")) from error
+        raise ValueError(
+            must_be("demo", "--trace", "a Mooncake .jsonl or an Azure .csv", f"{path}: {error!r}")
+        ) from error
 
 
 def _take(data: bytes, at: int, length: int) -> list[int]:

@@ -192,8 +192,7 @@ class _Session:
         )
         self._stream: torch.cuda.Stream | None = io.compute_stream
         self._tables = [
-            torch.zeros(limits.max_rows, 256, dtype=torch.int32, device=self.manager.device)
-            for _ in self.layout.groups
+            torch.zeros(limits.max_rows, 256, dtype=torch.int32, device=self.manager.device) for _ in self.layout.groups
         ]
         self._freed: dict[KvPool, list[torch.Tensor]] = {}
         self._patches = Patches()

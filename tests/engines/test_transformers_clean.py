@@ -2,8 +2,8 @@
 
 Every run also checks that nothing was left out: the positions verified are exactly the cached positions that the
 forwards were about to read. Each test asserts its own least number of forwards (`LEAST`), which summed over the models
-(4 * (70 + 130 + 90 + 65 + 110 + 90 + 70 + 60) = 2740) and the tests below (40 + 4 * 60 = 280) is 3020, in each version
-of transformers.
+(4 * (70 + 70 + 65 + 65 + 75 + 60 + 70 + 100) = 2300) is 2300 in each version of transformers; the last two tests add
+some 200.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .scenarios import (
 LENGTHS = (3, 7, 16, 17, 31, 40, 5, 90)
 LEAST = {
     "chunked prefill": 70,
-    "prefix": 130,
-    "same": 90,
+    "prefix": 70,
+    "same": 65,
     "fork": 65,
-    "evict": 110,
-    "offload": 90,
+    "evict": 75,
+    "offload": 60,
     "pad": 70,
-    "cancel": 60,
+    "cancel": 100,
 }
 
 
@@ -98,7 +98,7 @@ def test_shared_prefixes_over_several_turns_are_clean(monkeypatch: pytest.Monkey
         prompts = Prompts()
         shared = prompts.random(40)
         turns = [shared + prompts.random(n) for n in (3, 9, 20)] + [shared[:32], shared[:32], shared[:33], shared, shared]
-        for _ in range(4):
+        for _ in range(3):
             answers = run.server.run(turns)
             turns = [t + a + prompts.random(5) for t, a in zip(turns, answers, strict=True)]
 
@@ -114,13 +114,13 @@ def test_identical_prompts_in_one_batch_are_clean(monkeypatch: pytest.MonkeyPatc
     def scenario(run: Run) -> None:
         # Two whole pages: 5.17 hits all of it and rewrites the last slot, in blocks that others are reading.
         prompts = [Prompts().random(32)] * 6
-        waves = [run.server.run(prompts) for _ in range(4)]
+        waves = [run.server.run(prompts) for _ in range(3)]
         assert all(answer == waves[0][0] for wave in waves for answer in wave)
 
     happened = run_clean(monkeypatch, kind, scenario)
     assert happened.forwards >= LEAST["same"]
     if kind == "llama":
-        assert happened.prefix_hits >= 12
+        assert happened.prefix_hits >= 10
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -140,7 +140,7 @@ def test_forked_requests_are_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -
 def test_evictions_and_soft_resets_are_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def scenario(run: Run) -> None:
         prompts = Prompts().of_lengths(*(min(n, 50) for n in LENGTHS))
-        for _ in range(3):
+        for _ in range(2):
             run.server.run(prompts)
 
     blocks = {"mistral": 8}.get(kind, 10)
@@ -155,7 +155,7 @@ def test_offloading_to_the_host_and_back_is_clean(monkeypatch: pytest.MonkeyPatc
 
     def scenario(run: Run) -> None:
         prompts = Prompts().of_lengths(*(min(n, 50) for n in LENGTHS))
-        for _ in range(3):
+        for _ in range(2):
             run.server.run(prompts)
 
     blocks = {"mistral": 8, "llama": 10}.get(kind, 12)
@@ -173,7 +173,9 @@ def test_padded_inputs_and_the_warm_up_are_clean(monkeypatch: pytest.MonkeyPatch
 
     happened = run_clean(monkeypatch, kind, scenario, options=padding_config())
     assert happened.forwards >= LEAST["pad"]
-    assert happened.warm_ups > 0
+    if kind in ("llama", "mistral"):
+        # With several groups, 5.17 has too few blocks for its warm-up and leaves it out.
+        assert happened.warm_ups > 0
     assert happened.padded > 0
 
 
@@ -209,11 +211,13 @@ def test_checking_everything_is_clean(monkeypatch: pytest.MonkeyPatch, kind: str
         backend="reference", verify_bytes_at_tail=True, check_tokens=True, read_bytes=1 << 20, mode="raise"
     )
     happened = run_clean(monkeypatch, kind, scenario, config=config, options={"num_blocks": 24})
-    assert happened.forwards >= 60
+    assert happened.forwards >= 45
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_the_triton_backend_is_clean(monkeypatch: pytest.MonkeyPatch, kind: str, device: torch.device) -> None:
+@pytest.mark.parametrize(("kind", "waves"), [("llama", 2), ("gemma3", 1)])
+def test_the_triton_backend_is_clean(
+    monkeypatch: pytest.MonkeyPatch, kind: str, waves: int, device: torch.device
+) -> None:
     pytest.importorskip("triton")
     if device.type != "cpu":
         pytest.skip("the engine runs on the CPU here, and Triton only in its interpreter")
@@ -221,9 +225,9 @@ def test_the_triton_backend_is_clean(monkeypatch: pytest.MonkeyPatch, kind: str,
     def scenario(run: Run) -> None:
         assert run.canary.manager.backend == "triton"
         prompts = Prompts().of_lengths(3, 17, 40, 60)
-        for _ in range(2):
+        for _ in range(waves):
             run.server.run(prompts, new_tokens=8)
 
     config = kv_canary.CanaryConfig(backend="triton")
     happened = run_clean(monkeypatch, kind, scenario, config=config)
-    assert happened.forwards >= 16
+    assert happened.forwards >= 9 * waves

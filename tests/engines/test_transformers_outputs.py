@@ -1,0 +1,312 @@
+"""The canary leaves the engine as it was: the same text, and no trace once it is uninstalled."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import transformers
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+
+import kv_canary
+
+from .scenarios import MODELS, Prompts, batching_config, generation_config, make_model, serve, watch_engine
+
+LENGTHS = (3, 7, 16, 17, 31, 40, 5, 60)
+
+
+def generate(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    outputs = model.generate_batch(
+        prompts, generation_config=generation_config(new_tokens=16), continuous_batching_config=batching_config()
+    )
+    assert len(outputs) == len(prompts)
+    assert not any(o.error for o in outputs.values())
+    return [list(o.generated_tokens) for o in outputs.values()]
+
+
+def new_manager(model: Any, **options: Any) -> Any:
+    return model.init_continuous_batching(
+        generation_config=generation_config(), continuous_batching_config=batching_config(**options)
+    )
+
+
+def engine_objects(model: Any, manager: Any) -> dict[str, Any]:
+    """Return every object of the engine that an adapter might wrap methods of, by name."""
+    objects = {"model": model, "manager": manager}
+    processor = manager.batch_processor
+    if processor is None:
+        return objects
+    cache = processor.cache
+    objects |= {
+        "processor": processor,
+        "inputs and outputs": processor.inputs_and_outputs,
+        "runner": processor.model_runner,
+        "scheduler": processor.scheduler,
+        "offloading": processor.offloading_manager,
+        "cache": cache,
+    }
+    for name in ("pool", "_block_manager"):
+        if hasattr(cache, name):
+            objects[name] = getattr(cache, name)
+    for name in ("cache_allocators", "group_cache_managers"):
+        parts = getattr(cache, name, ())
+        for i, part in enumerate(parts.values() if isinstance(parts, dict) else parts):
+            objects[f"{name} {i}"] = part
+    return objects
+
+
+def attributes(objects: dict[str, Any]) -> dict[tuple[str, str], int]:
+    """Return the names of all instance attributes; with the value's identity where it can be called."""
+    return {
+        (name, attribute): id(value) if callable(value) else 0
+        for name, each in objects.items()
+        for attribute, value in vars(each).items()
+    }
+
+
+def wrapped(objects: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the instance attributes that are functions wrapped around another."""
+    return [
+        (name, attribute)
+        for name, each in objects.items()
+        for attribute, value in vars(each).items()
+        if inspect.isfunction(value) and hasattr(value, "__wrapped__")
+    ]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_text_is_the_same_before_during_and_after(kind: str) -> None:
+    model, prompts = make_model(kind), Prompts().of_lengths(*LENGTHS)
+    plain = generate(model, prompts)
+    canary = kv_canary.install(model)
+    watched = generate(model, prompts)
+    summary = canary.summary()
+    canary.uninstall()
+    after = generate(model, prompts)
+    assert plain == watched == after
+    assert len({tuple(text) for text in plain}) == len(prompts)
+    assert (summary.status, summary.violations) == ("healthy", 0)
+    assert summary.positions_verified > 0
+    # After uninstalling, it sees no forward.
+    assert canary.summary() == summary
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_uninstalling_leaves_no_wrapped_method(kind: str) -> None:
+    model = make_model(kind)
+    clean_model = set(vars(model))
+    canary = kv_canary.install(model)
+    with serve(model) as server:
+        server.run(Prompts().of_lengths(5, 40))
+        objects = engine_objects(model, server.manager)
+        during = {name for name, _ in wrapped(objects)}
+        canary.uninstall()
+        assert wrapped(objects) == []
+    # It was watching each of these, so there was something to take back.
+    assert {"model", "manager", "runner", "offloading", "cache"} < during
+    assert set(vars(model)) == clean_model
+
+
+def test_uninstalling_leaves_an_existing_manager_as_it_was_found() -> None:
+    model = make_model("gemma3")
+    manager = new_manager(model)
+    manager.warmup()
+    objects = engine_objects(model, manager)
+    before = attributes(objects)
+    canary = kv_canary.install(manager)
+    during = attributes(objects)
+    canary.uninstall()
+    assert during != before
+    assert attributes(objects) == before
+
+
+def test_a_manager_can_be_watched_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = watch_engine(monkeypatch)
+    manager = new_manager(make_model("llama"))
+    canary = kv_canary.install(manager)
+    assert canary.summary().status == "disabled"
+    manager.start()
+    try:
+        manager.add_request(Prompts().random(40), request_id="a", max_new_tokens=8, eos_token_id=-1)
+        assert manager.get_result(timeout=60).is_finished()
+    finally:
+        manager.stop(block=True)
+    canary.flush()
+    summary = canary.summary()
+    assert (summary.steps, summary.status) == (happened.forwards, "healthy")
+    assert summary.positions_verified == happened.relied_on(canary.manager.groups) > 0
+
+
+def test_a_manager_can_be_watched_once_its_cache_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = watch_engine(monkeypatch)
+    manager = new_manager(make_model("gemma3"))
+    manager.warmup()
+    assert manager.batch_processor is not None
+    canary = kv_canary.install(manager)
+    manager.start()
+    try:
+        manager.add_request(Prompts().random(40), request_id="a", max_new_tokens=8, eos_token_id=-1)
+        assert manager.get_result(timeout=60).is_finished()
+    finally:
+        manager.stop(block=True)
+    canary.flush()
+    summary = canary.summary()
+    assert (summary.steps, summary.status) == (happened.forwards, "healthy")
+    assert summary.positions_verified == happened.relied_on(canary.manager.groups) > 0
+
+
+def test_a_cache_that_holds_only_reusable_blocks_is_emptied_when_installing(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = watch_engine(monkeypatch)
+    prompt = Prompts().random(40)
+    with serve(make_model("llama")) as server:
+        first = server.run([prompt])
+        server.run([prompt])
+        hits = happened.prefix_hits
+        canary = kv_canary.install(server.manager)
+        again = server.run([prompt])
+        # The blocks without records were forgotten, so nothing could hit them.
+        assert happened.prefix_hits == hits > 0
+        assert server.run([prompt]) == again == first
+        assert happened.prefix_hits == hits + 1
+    canary.flush()
+    assert (canary.summary().status, canary.summary().violations) == ("healthy", 0)
+
+
+def test_a_second_manager_is_watched_and_counted_too() -> None:
+    model, prompts = make_model("llama"), Prompts().of_lengths(5, 40)
+    canary = kv_canary.install(model)
+    with serve(model) as server:
+        server.run(prompts)
+    canary.flush()
+    once = canary.summary()
+    with serve(model) as server:
+        server.run(prompts)
+    canary.flush()
+    twice = canary.summary()
+    canary.uninstall()
+    assert (once.status, twice.status) == ("healthy", "healthy")
+    assert twice.positions_verified == 2 * once.positions_verified > 0
+
+
+def test_a_manager_that_is_started_again_is_watched_again() -> None:
+    manager = new_manager(make_model("llama"))
+    canary = kv_canary.install(manager)
+    steps = []
+    for _ in range(2):
+        manager.start()
+        manager.add_request(Prompts().random(40), request_id="a", max_new_tokens=8, eos_token_id=-1)
+        assert manager.get_result(timeout=60).is_finished()
+        manager.stop(block=True)
+        steps.append(canary.summary().steps)
+    canary.flush()
+    assert steps[1] == 2 * steps[0] > 0
+    assert canary.summary().violations == 0
+
+
+def test_a_cache_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, go = threading.Event(), threading.Event()
+    original = ModelRunner.compute_batch
+    forwards = 0
+
+    def pausing(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal forwards
+        forwards += 1
+        if forwards == 3:
+            reached.set()
+            assert go.wait(60)
+        return original(runner, *args, **kwargs)
+
+    monkeypatch.setattr(ModelRunner, "compute_batch", pausing)
+    model = make_model("llama")
+    with serve(model) as server:
+        server.add([Prompts().random(20)])
+        assert reached.wait(60)
+        objects = engine_objects(model, server.manager)
+        try:
+            with pytest.raises(RuntimeError, match="the cache must be empty when installed"):
+                kv_canary.install(server.manager)
+            assert wrapped(objects) == []
+        finally:
+            go.set()
+        server.collect(1)
+
+
+def test_asynchronous_batching_is_refused() -> None:
+    manager = new_manager(make_model("llama"))
+    # The engine's asynchronous buffers need a GPU; what the adapter goes by is that they come in pairs.
+    manager.batch_processor = SimpleNamespace(
+        cache=SimpleNamespace(max_blocks_per_request=0), inputs_and_outputs=SimpleNamespace(io_pairs=[])
+    )
+    with pytest.raises(ValueError, match="use_async_batching must be False, got True"):
+        kv_canary.install(manager)
+    assert "_create_batch_processor" not in vars(manager)
+
+
+def test_the_decode_fast_path_is_refused() -> None:
+    manager = new_manager(make_model("llama"))
+    # The engine turns it off on a CPU, so the processor is a stand-in.
+    manager.batch_processor = SimpleNamespace(
+        cache=SimpleNamespace(max_blocks_per_request=8), inputs_and_outputs=SimpleNamespace()
+    )
+    with pytest.raises(ValueError, match="max_blocks_per_request must be 0.*, got 8"):
+        kv_canary.install(manager)
+
+
+@pytest.mark.parametrize("version", ["5.16.2", "5.18.0", "5.24.0", "6.0.0", "5", "unknown"])
+def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    model = make_model("llama")
+    adapter = importlib.import_module("kv_canary.engines.transformers")
+    # The adapter's own name: a lazy package may exist twice.
+    monkeypatch.setattr(adapter.transformers, "__version__", version)
+    with pytest.raises(ValueError, match=f"transformers version must be 5.17 or 5.23, got {version}"):
+        kv_canary.install(model)
+    assert "init_continuous_batching" not in vars(model)
+
+
+def test_an_object_of_no_known_engine_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"target must be an object of transformers, got builtins\.dict"):
+        kv_canary.install({})
+
+
+def test_another_object_of_transformers_is_refused() -> None:
+    with pytest.raises(TypeError, match="target must be a model that can generate.*, got LlamaConfig"):
+        kv_canary.install(transformers.LlamaConfig())
+
+
+def test_options_beside_a_config_are_refused() -> None:
+    with pytest.raises(TypeError, match="options must be left out where a config is given, got mode"):
+        kv_canary.install(make_model("llama"), config=kv_canary.CanaryConfig(), mode="raise")
+
+
+def test_a_window_without_a_past_is_refused() -> None:
+    manager = new_manager(make_model("mistral", sliding_window=1))
+    manager.warmup()
+    with pytest.raises(ValueError, match="sliding_window must be at least 2.*, got 1"):
+        kv_canary.install(manager)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_in_raise_mode_generate_batch_raises_what_a_forward_found(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    model, prompts = make_model(kind), Prompts().of_lengths(40, 20)
+    canary = kv_canary.install(model, mode="raise")
+    original, forwards = ModelRunner.compute_batch, 0
+
+    def spoiling(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal forwards
+        forwards += 1
+        if forwards == 6:
+            for pool in canary.manager.pools:
+                pool.records[:, 2] ^= pool.records.ne(0).any(1).long()
+        return original(runner, *args, **kwargs)
+
+    monkeypatch.setattr(ModelRunner, "compute_batch", spoiling)
+    with pytest.raises(kv_canary.CanaryViolationError) as caught:
+        generate(model, prompts)
+    assert all(report.reasons == ("K",) for report in caught.value.reports)
+    assert canary.summary().violations == caught.value.total > 0

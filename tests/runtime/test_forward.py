@@ -1,0 +1,376 @@
+"""The phases of a forward, what a batch must be, and what each kind of group finds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import kv_canary as kc
+
+from .engine import MAX_ROWS, Engine, full_engine, make_pool
+
+PHASES = ["begin", "head", "tail", "end"]
+
+
+def call(engine: Engine, phase: str, batch: kc.ForwardBatch) -> None:
+    if phase == "begin":
+        engine.forward.begin(batch)
+    else:
+        getattr(engine.forward, phase)()
+
+
+@pytest.mark.parametrize("done", range(4))
+@pytest.mark.parametrize("wrong", PHASES)
+def test_a_phase_out_of_order_is_refused_by_name(done: int, wrong: str) -> None:
+    if PHASES[done] == wrong:
+        pytest.skip("this one is in order")
+    engine = full_engine()
+    batch = engine.batch((engine.add("a", 4), 4))
+    for phase in PHASES[:done]:
+        call(engine, phase, batch)
+    standing = ["idle", "begun", "head", "tail"][done]
+    with pytest.raises(RuntimeError, match=f"forward target: {wrong} must come when .* got it when {standing}"):
+        call(engine, wrong, batch)
+    # The refusal changed nothing: the right phase still follows.
+    for phase in PHASES[done:]:
+        call(engine, phase, batch)
+    assert engine.found() == []
+    assert engine.manager.summary().status == "healthy"
+
+
+def test_a_forward_cannot_begin_within_itself() -> None:
+    engine = full_engine()
+    batch = engine.batch((engine.add("a", 4), 4))
+    with (
+        engine.forward.around(batch),
+        pytest.raises(RuntimeError, match="begin must come when the forward is idle, got it when head"),
+    ):
+        engine.forward.begin(batch)
+    assert engine.manager.step == 1
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_model_that_raises_leaves_the_forward_ready(error: type[BaseException]) -> None:
+    engine = full_engine()
+    a = engine.add("a", 12)
+    engine.step((a, 4))
+    batch = engine.batch((a, 4))
+    with pytest.raises(error, match="model"), engine.forward.around(batch):
+        raise error("the model failed")
+    # The engine tries the same tokens again, in the same slots.
+    engine.run(batch)
+    a.cached += 4
+    engine.step((a, 4))
+    assert engine.found() == []
+    assert engine.manager.step == 4
+    assert engine.manager.summary().positions_verified == 4 + 4 + 4 + 8
+
+
+@pytest.mark.xfail(strict=True, reason="flush polls only pushed steps; an aborted forward pushes nothing")
+def test_what_an_aborted_forward_found_is_reported_by_flush() -> None:
+    engine = full_engine()
+    a = engine.add("a", 8)
+    engine.step((a, 4))
+    assert engine.found() == []
+    engine.groups[0].pool.k_source.layers[0][engine.slot_of(engine.groups[0], a, 2)] ^= 1
+    with pytest.raises(ValueError, match="model"), engine.forward.around(engine.batch((a, 4))):
+        raise ValueError("the model failed on the damaged bytes")
+    assert [r.reasons for r in engine.found()] == [("K",)]
+
+
+def test_what_an_aborted_forward_found_is_reported_behind_the_next_one() -> None:
+    engine = full_engine()
+    a = engine.add("a", 8)
+    engine.step((a, 4))
+    layer, slot = engine.groups[0].pool.k_source.layers[0], engine.slot_of(engine.groups[0], a, 2)
+    layer[slot] ^= 1
+    batch = engine.batch((a, 4))
+    with pytest.raises(ValueError, match="model"), engine.forward.around(batch):
+        raise ValueError("the model failed on the damaged bytes")
+    layer[slot] ^= 1
+    engine.run(batch)
+    assert [(r.reasons, r.step) for r in engine.found()] == [(("K",), 2)]
+
+
+def shorter(name: str) -> Callable[[kc.ForwardBatch], dict[str, Any]]:
+    return lambda batch: {name: getattr(batch, name)[:-1]}
+
+
+def with_request(**changes: Any) -> Callable[[kc.ForwardBatch], dict[str, Any]]:
+    return lambda batch: {"requests": [dataclasses.replace(batch.requests[0], **changes)]}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (shorter("input_ids"), r"input_ids must be of shape \[4\].*got \[3\]"),
+        (shorter("positions"), r"positions must be of shape \[4\].*got \[3\]"),
+        (lambda b: {"out_slots": {"full": b.out_slots["full"][:-1]}}, r"out_slots\[full\] must be of shape \[4\]"),
+        (lambda b: {"input_ids": b.input_ids[None]}, r"input_ids must be of shape \[4\].*got \[1, 4\]"),
+        (lambda b: {"out_slots": {}}, r"out_slots and tables must be given for the groups \['full'\]"),
+        (lambda b: {"tables": {}}, r"out_slots and tables must be given for the groups \['full'\]"),
+        (lambda b: {"tables": {**b.tables, "other": b.tables["full"]}}, "given for the groups"),
+        (with_request(row=0), rf"row of a must be in \[1, {MAX_ROWS}\), got 0"),
+        (with_request(row=MAX_ROWS), rf"row of a must be in \[1, {MAX_ROWS}\), got {MAX_ROWS}"),
+        (with_request(row=-1), rf"row of a must be in \[1, {MAX_ROWS}\), got -1"),
+        (with_request(extend_len=65), "requests must be at most 64 new tokens, got 65"),
+        (with_request(prefix_len=-1), "prefix_len of a must be at least 0, got -1"),
+        (lambda b: {"requests": list(b.requests) * 5}, "requests must be at most 4 requests, got 5"),
+    ],
+)
+def test_a_batch_that_contradicts_itself_changes_nothing(
+    spoil: Callable[[kc.ForwardBatch], dict[str, Any]], complaint: str
+) -> None:
+    engine = full_engine()
+    a = engine.add("a", 12)
+    engine.step((a, 4))
+    batch = engine.batch((a, 4))
+    engine.manager.flush()
+    state = engine.manager.state
+    tensors = [engine.groups[0].pool.records, state.tails, state.step, state.counters, state.violations.count]
+    before, steps = [t.clone() for t in tensors], engine.manager.step
+    with pytest.raises(ValueError, match=complaint):
+        engine.forward.begin(dataclasses.replace(batch, **spoil(batch)))
+    assert engine.manager.step == steps == 1
+    assert all(torch.equal(old, new) for old, new in zip(before, tensors, strict=True))
+    engine.run(batch)
+    assert engine.found() == []
+
+
+def test_the_two_forwards_of_a_step_are_apart() -> None:
+    manager = full_engine().manager
+    assert manager.forward("draft") is manager.forward("draft") is not manager.forward("target")
+
+
+def test_every_cached_position_of_a_full_group_is_verified() -> None:
+    engine = full_engine()
+    a, b = engine.add("a", 40), engine.add("b", 40)
+    prefixes = 0
+    for i in range(8):
+        prefixes += a.cached + b.cached
+        engine.step((a, 1 + i % 3), (b, 5 if i < 3 else 1))
+    assert engine.found() == []
+    summary = engine.manager.summary()
+    assert summary.positions_verified == prefixes
+    # HEAD verifies, TAIL writes and verifies.
+    assert summary.launches == {"HEAD_FULL": 8, "TAIL_FULL": 16}
+
+
+def test_more_cached_positions_than_the_plan_first_held_are_all_verified() -> None:
+    pool = make_pool(8)
+    engine = Engine([kc.BufferGroup(name="full", pool=pool)])
+    a = engine.add("a", 8)
+    engine.step((a, 4))
+    # A table as long as the request claims to be: 2000 cached positions, all in four slots.
+    wide = torch.zeros(MAX_ROWS, 4096, dtype=torch.int32)
+    wide[a.row, :2000] = torch.arange(2000, dtype=torch.int32) % 4 + 1
+    a.tokens = list(range(2001))
+    a.cached = 2000
+    engine.tables["full"] = wide
+    engine.step((a, 1))
+    engine.manager.flush()
+    assert engine.manager.summary().positions_verified == 2000
+    assert engine.manager.summary().status == "healthy"
+
+
+def flip(group: kc.BufferGroup, slot: int, position: int) -> None:
+    """Flip one covered bit of the K that `position` has in `slot`."""
+    layer, start, _ = group.pool.k_source.coverage(position)
+    group.pool.k_source.layers[layer][slot, start] ^= 1
+
+
+def test_a_ring_is_clean_round_after_round_and_checks_only_its_window() -> None:
+    group = kc.BufferGroup(name="ring", pool=make_pool(), window=5, ring=True)
+    engine = Engine([group])
+    a, b = engine.add("a", 60), engine.add("b", 60)
+    verified = 0
+    for i in range(20):
+        verified += min(a.cached, 5) + min(b.cached, 5)
+        engine.step((a, 1), (b, 3 if i % 2 else 1))
+    assert engine.found() == []
+    summary = engine.manager.summary()
+    assert summary.positions_verified == verified
+    assert set(summary.launches) == {"HEAD_SWA", "TAIL_SWA"}
+    for distance in range(1, 7):
+        # Position `cached - 6` is out of the next query's window, though its slot still holds it.
+        position = a.cached - distance
+        slot = engine.slot_of(group, a, position)
+        flip(group, slot, position)
+        engine.step((a, 1))
+        expected = [(("K",), "HEAD_SWA", position)] if distance <= 5 else []
+        assert [(r.reasons, r.tag, r.position) for r in engine.found()] == expected
+        # What was overwritten in the meantime has new bytes and a new record.
+        if distance <= 5:
+            flip(group, slot, position)
+
+
+def test_a_chunk_longer_than_its_ring_is_clean() -> None:
+    group = kc.BufferGroup(name="ring", pool=make_pool(), window=3, ring=True)
+    engine = Engine([group])
+    a = engine.add("a", 40)
+    batch = engine.batch((a, 10))
+    # An engine writes only the last window + 1 tokens of a chunk; the others go to padding.
+    batch.out_slots["ring"][:6] = 0
+    engine.run(batch)
+    a.cached = 10
+    for _ in range(6):
+        engine.step((a, 1))
+    assert engine.found() == []
+    assert engine.manager.summary().positions_verified == 18
+
+
+def lut_engine() -> Engine:
+    full = kc.BufferGroup(name="full", pool=make_pool(name="full"))
+    # Full slot s lies in sliding slot 2 s: nothing but the LUT says so.
+    lut = torch.arange(60, dtype=torch.int64) * 2
+    swa = kc.BufferGroup(name="swa", pool=make_pool(name="swa"), window=6, lut=lut)
+    return Engine([full, swa])
+
+
+def test_a_group_behind_a_lut_verifies_the_translated_slots() -> None:
+    engine = lut_engine()
+    swa = engine.groups[1]
+    a = engine.add("a", 40)
+    for n in (10, 1, 1):
+        engine.step((a, n))
+    assert engine.found() == []
+    slot = engine.slot_of(swa, a, 8)
+    assert slot == 2 * int(engine.tables["swa"][a.row, 8])
+    flip(swa, slot, 8)
+    engine.step((a, 1))
+    assert [(r.reasons, r.tag, r.slot, r.position) for r in engine.found()] == [(("K",), "HEAD_SWA", slot, 8)]
+
+
+def test_a_live_position_that_the_lut_maps_to_padding_is_reported() -> None:
+    engine = lut_engine()
+    a = engine.add("a", 40)
+    engine.step((a, 10))
+    engine.groups[1].lut[int(engine.tables["swa"][a.row, 7])] = 0
+    engine.step((a, 1))
+    found = engine.found()
+    assert {(r.reasons, r.position, r.group) for r in found} == {(("UNMAPPED",), 7, "swa")}
+    assert {r.tag for r in found} == {"HEAD_SWA", "TAIL_SWA"}
+
+
+def test_an_index_outside_the_lut_is_reported_and_degrades() -> None:
+    engine = lut_engine()
+    a = engine.add("a", 40)
+    engine.step((a, 10))
+    engine.tables["swa"][a.row, 7] = 60
+    engine.step((a, 1))
+    found = engine.found()
+    assert {(r.reasons, r.position) for r in found} == {(("SLOT_RANGE",), 7)}
+    assert "the table or the LUT holds an index that no pool has" in found[0].sentence
+    assert engine.manager.summary().status == "degraded"
+
+
+def test_two_groups_over_one_pool_name_their_own_slots() -> None:
+    pool = make_pool()
+    full = kc.BufferGroup(name="full", pool=pool)
+    ring = kc.BufferGroup(name="ring", pool=pool, window=5, ring=True)
+    engine = Engine([full, ring])
+    assert engine.manager.pools == (pool,)
+    a, b = engine.add("a", 40), engine.add("b", 40)
+    for n in (8, 1, 1, 1, 3, 1):
+        engine.step((a, n), (b, 1))
+    assert engine.found() == []
+    slots = {g.name: engine.slot_of(g, a, a.cached - 2) for g in (full, ring)}
+    assert slots["full"] != slots["ring"]
+    flip(ring, slots["ring"], a.cached - 2)
+    engine.step((a, 1))
+    found = engine.found()
+    assert [(r.reasons, r.tag, r.slot, r.group) for r in found] == [(("K",), "HEAD_SWA", slots["ring"], "ring")]
+
+
+def test_two_requests_given_the_same_slot_are_reported_as_overwrite() -> None:
+    engine = full_engine()
+    a, b = engine.add("a", 8), engine.add("b", 8)
+    engine.step((a, 4))
+    engine.tables["full"][b.row, :4] = engine.tables["full"][a.row, :4]
+    engine.step((b, 4), map_new=False)
+    found = engine.found()
+    assert [(r.reasons, r.request_id, r.position) for r in found] == [(("OVERWRITE",), "b", p) for p in range(4)]
+    assert "two owners" in found[0].cause
+    assert "over a record of request a" in found[0].sentence
+
+
+def test_rewriting_the_same_text_in_a_shared_slot_is_clean() -> None:
+    engine = full_engine()
+    a, b = engine.add("a", [1, 2, 3, 4, 5, 6]), engine.add("b", [1, 2, 3, 4, 7, 8])
+    engine.step((a, 4))
+    engine.tables["full"][b.row, :4] = engine.tables["full"][a.row, :4]
+    engine.step((b, 4), map_new=False)
+    engine.step((a, 1), (b, 1))
+    assert engine.found() == []
+
+
+def test_a_retired_slot_that_is_still_read_is_reported_as_freed() -> None:
+    engine = full_engine()
+    pool = engine.groups[0].pool
+    a = engine.add("a", 8)
+    engine.step((a, 4))
+    slot = engine.slot_of(engine.groups[0], a, 1)
+    engine.manager.retire(pool, torch.tensor([slot]), owner=a.owner)
+    engine.step((a, 1))
+    found = engine.found()
+    assert [(r.reasons, r.tag, r.slot) for r in found] == [(("FREED",), "HEAD_FULL", slot)]
+    assert "use after free" in found[0].cause
+    assert found[0].record is not None
+    assert found[0].record.retired
+
+
+def test_without_lifetime_neither_frees_nor_overwrites_are_reported() -> None:
+    engine = full_engine(track_lifetime=False)
+    pool = engine.groups[0].pool
+    a, b = engine.add("a", 8), engine.add("b", 8)
+    engine.step((a, 4))
+    engine.manager.retire(pool, torch.arange(1, 5), owner=a.owner)
+    engine.step((a, 1))
+    engine.tables["full"][b.row, :4] = engine.tables["full"][a.row, :4]
+    engine.step((b, 4), map_new=False)
+    assert engine.found() == []
+
+
+def test_a_moved_record_is_as_good_as_the_first() -> None:
+    engine = full_engine()
+    pool = engine.groups[0].pool
+    a = engine.add("a", 8)
+    engine.step((a, 4))
+    src, dst = torch.arange(1, 5), torch.arange(101, 105)
+    for source in (pool.k_source, pool.v_source):
+        for layer in source.layers:
+            layer[dst] = layer[src]
+    engine.manager.move(pool, src, dst, owner=a.owner)
+    engine.tables["full"][a.row, :4] = dst
+    engine.step((a, 1))
+    assert engine.found() == []
+
+
+def test_a_cleared_cache_has_no_records() -> None:
+    engine = full_engine()
+    a = engine.add("a", 8)
+    engine.step((a, 4))
+    engine.manager.clear()
+    engine.step((a, 1))
+    found = engine.found()
+    assert {r.reasons for r in found} == {("NEVER_WRITTEN",)}
+    assert {r.position for r in found} == {0, 1, 2, 3}
+
+
+def test_bytes_are_verified_again_at_tail_only_where_asked() -> None:
+    for at_tail in (False, True):
+        engine = full_engine(verify_bytes_at_tail=at_tail)
+        group = engine.groups[0]
+        a = engine.add("a", 8)
+        engine.step((a, 4))
+        batch = engine.batch((a, 1))
+        with engine.forward.around(batch):
+            engine.write_bytes(batch)
+            # The model's own stray write, into a slot that it has read before.
+            flip(group, engine.slot_of(group, a, 2), 2)
+        expected = [(("K",), "TAIL_FULL", 2)] if at_tail else []
+        assert [(r.reasons, r.tag, r.position) for r in engine.found()] == expected
