@@ -121,3 +121,37 @@ def demo(
     if json_path is not None:
         json_path.write_text(json.dumps(result.as_dict(), indent=2) + "\n", encoding="utf-8")
     raise SystemExit(0 if result.passed else 1)
+
+
+@main.command()
+@click.argument("name", required=False)
+@click.option("--markdown", is_flag=True, help="Print the whole page, as it stands in docs/ops.md.")
+@click.option("--json", "as_json", is_flag=True, help="Print names and arguments for a machine.")
+def ops(name: str | None, markdown: bool, as_json: bool) -> None:
+    """Show the ops: what each takes, writes and means.
+
+    \b
+    Examples:
+      kv-canary ops
+      kv-canary ops verify
+    """
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    from kv_canary.specs import all_specs, get_spec
+    from kv_canary.specs.document import op_section, ops_page
+
+    if as_json:
+        click.echo(json.dumps({n: list(s.arguments) for n, s in all_specs().items()}, indent=2))
+    elif markdown:
+        click.echo(ops_page(), nl=False)
+    elif name is None:
+        for spec in all_specs().values():
+            first = " ".join(spec.doc.split("\n\n")[0].split())
+            click.echo(f"{spec.name:18} {first}")
+    else:
+        try:
+            section = op_section(get_spec(name))
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+        Console().print(Markdown(section))

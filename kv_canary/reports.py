@@ -94,7 +94,7 @@ class Decoder:
         self._name_of_owner = name_of_owner
 
     def decode(self, words: Sequence[int]) -> ViolationReport:
-        """Decode one violation row of 16 words; see the data layout in docs/design.md."""
+        """Decode one violation row of 16 words; see the data layout in docs/data-layout.md."""
         tag, reasons = Tag(words[0]), Reason(words[1])
         writes = Reason.WRITE_TOKEN | Reason.WRITE_POSITION | Reason.OVERWRITE | Reason.PREFIX
         # Only writes name an owner, which adapters number from 1.

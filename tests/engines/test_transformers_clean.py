@@ -97,7 +97,13 @@ def test_shared_prefixes_over_several_turns_are_clean(monkeypatch: pytest.Monkey
     def scenario(run: Run) -> None:
         prompts = Prompts()
         shared = prompts.random(40)
-        turns = [shared + prompts.random(n) for n in (3, 9, 20)] + [shared[:32], shared[:32], shared[:33], shared, shared]
+        turns = [shared + prompts.random(n) for n in (3, 9, 20)] + [
+            shared[:32],
+            shared[:32],
+            shared[:33],
+            shared,
+            shared,
+        ]
         for _ in range(3):
             answers = run.server.run(turns)
             turns = [t + a + prompts.random(5) for t, a in zip(turns, answers, strict=True)]

@@ -127,9 +127,7 @@ class Flipper:
         return flip, view
 
 
-def flip_bits(
-    model: Any, *, read_bytes: int, choose: Callable[[random.Random, int], bool]
-) -> tuple[list[Flip], Any]:
+def flip_bits(model: Any, *, read_bytes: int, choose: Callable[[random.Random, int], bool]) -> tuple[list[Flip], Any]:
     """Serve requests until `FLIPS` bits were flipped; return the flips and the canary."""
     canary = kv_canary.install(model, backend="reference", read_bytes=read_bytes)
     prompts = Prompts()
@@ -187,13 +185,15 @@ def test_with_sampled_bytes_exactly_the_covered_flips_are_found(kind: str) -> No
     expected = sum(shares)
     # Poisson-like: 5 standard deviations and one flip of slack.
     assert abs(hits - expected) <= 5 * expected**0.5 + 1, (hits, expected)
-    print(f"{kind}: aimed {FLIPS // 2} of {FLIPS // 2} found; by chance {hits} of {len(by_chance)}, computed {expected:.2f}")
+    print(f"{kind}: of {len(by_chance)} flips anywhere, {hits} were found, {expected:.2f} computed")
 
 
 def test_every_byte_of_every_layer_comes_round_once() -> None:
     layers, width = 4, 512
     source = kv_canary.KvSource(
-        layers=tuple(torch.zeros(8, width, dtype=torch.uint8) for _ in range(layers)), page_size=1, bytes_per_token=width
+        layers=tuple(torch.zeros(8, width, dtype=torch.uint8) for _ in range(layers)),
+        page_size=1,
+        bytes_per_token=width,
     )
     covered = torch.zeros(layers, width, dtype=torch.int64)
     for position in range(layers * source.num_windows):

@@ -252,7 +252,7 @@ def test_the_decode_fast_path_is_refused() -> None:
     manager.batch_processor = SimpleNamespace(
         cache=SimpleNamespace(max_blocks_per_request=8), inputs_and_outputs=SimpleNamespace()
     )
-    with pytest.raises(ValueError, match="max_blocks_per_request must be 0.*, got 8"):
+    with pytest.raises(ValueError, match=r"max_blocks_per_request must be 0.*, got 8"):
         kv_canary.install(manager)
 
 
@@ -273,7 +273,7 @@ def test_an_object_of_no_known_engine_is_refused() -> None:
 
 
 def test_another_object_of_transformers_is_refused() -> None:
-    with pytest.raises(TypeError, match="target must be a model that can generate.*, got LlamaConfig"):
+    with pytest.raises(TypeError, match=r"target must be a model that can generate.*, got LlamaConfig"):
         kv_canary.install(transformers.LlamaConfig())
 
 
@@ -285,14 +285,12 @@ def test_options_beside_a_config_are_refused() -> None:
 def test_a_window_without_a_past_is_refused() -> None:
     manager = new_manager(make_model("mistral", sliding_window=1))
     manager.warmup()
-    with pytest.raises(ValueError, match="sliding_window must be at least 2.*, got 1"):
+    with pytest.raises(ValueError, match=r"sliding_window must be at least 2.*, got 1"):
         kv_canary.install(manager)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_in_raise_mode_generate_batch_raises_what_a_forward_found(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_in_raise_mode_generate_batch_raises_what_a_forward_found(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     model, prompts = make_model(kind), Prompts().of_lengths(40, 20)
     canary = kv_canary.install(model, mode="raise")
     original, forwards = ModelRunner.compute_batch, 0

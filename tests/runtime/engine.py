@@ -63,6 +63,7 @@ class Engine:
         self.forward = self.manager.forward()
         self.tables = {g.name: torch.zeros(MAX_ROWS, MAX_LEN, dtype=torch.int32) for g in self.groups}
         self.next_slot: dict[Any, int] = {}
+        self.requests: dict[str, Request] = {}
         self.rings: dict[tuple[str, str], int] = {}
 
     def add(self, name: str, tokens: Sequence[int] | int, *, row: int | None = None) -> Request:
@@ -70,7 +71,8 @@ class Engine:
         if isinstance(tokens, int):
             tokens = [1000 * (len(name) + ord(name[0])) + i for i in range(tokens)]
         owner = self.rows.owner(name)
-        return Request(name, self.rows.row(name) if row is None else row, owner, list(tokens))
+        self.requests[name] = Request(name, self.rows.row(name) if row is None else row, owner, list(tokens))
+        return self.requests[name]
 
     def allocate(self, key: Any, count: int) -> int:
         first = self.next_slot.get(key, 1)

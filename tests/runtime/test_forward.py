@@ -23,11 +23,8 @@ def call(engine: Engine, phase: str, batch: kc.ForwardBatch) -> None:
         getattr(engine.forward, phase)()
 
 
-@pytest.mark.parametrize("done", range(4))
-@pytest.mark.parametrize("wrong", PHASES)
+@pytest.mark.parametrize(("done", "wrong"), [(d, w) for d in range(4) for w in PHASES if PHASES[d] != w])
 def test_a_phase_out_of_order_is_refused_by_name(done: int, wrong: str) -> None:
-    if PHASES[done] == wrong:
-        pytest.skip("this one is in order")
     engine = full_engine()
     batch = engine.batch((engine.add("a", 4), 4))
     for phase in PHASES[:done]:
@@ -67,7 +64,7 @@ def test_a_model_that_raises_leaves_the_forward_ready(error: type[BaseException]
     engine.step((a, 4))
     assert engine.found() == []
     assert engine.manager.step == 4
-    assert engine.manager.summary().positions_verified == 4 + 4 + 4 + 8
+    assert engine.manager.summary().positions_verified == 0 + 4 + 4 + 8
 
 
 @pytest.mark.xfail(strict=True, reason="flush polls only pushed steps; an aborted forward pushes nothing")

@@ -1,0 +1,80 @@
+"""The demo: silent when healthy, every planted fault found, and honest when one is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from kv_canary.cli import main
+from kv_canary.config import CanaryConfig
+from kv_canary.demo.faults import FAULTS
+from kv_canary.demo.run import run_demo
+from kv_canary.demo.traffic import conversations, python_text, trace_conversations
+
+
+def test_the_demo_passes_and_writes_its_facts(tmp_path: Path) -> None:
+    facts = tmp_path / "facts.json"
+    result = CliRunner().invoke(main, ["demo", "--requests", "8", "--turns", "1", "--json", str(facts)])
+    assert result.exit_code == 0, result.output
+    data = json.loads(facts.read_text())
+    assert {"engine", "backend", "clean", "faults"} <= set(data)
+    assert data["clean"]["violations"] == 0
+    assert data["clean"]["requests"] == 16
+    assert data["clean"]["positions_verified"] > 10_000
+    assert [(f["name"], f["model"]) for f in data["faults"]] == [
+        (f.name, model) for model in ("llama", "gemma3") for f in FAULTS
+    ]
+    assert all(f["found"] and f["steps_late"] == 0 and f["reasons"] and f["tag"] for f in data["faults"])
+
+
+def test_a_fault_that_does_nothing_is_not_found_and_fails_the_demo() -> None:
+    harmless = dataclasses.replace(FAULTS[0], plant=lambda scene, batch: ({17}, "nothing at all", None))
+    result = run_demo(
+        conversations(python_text(), count=4, turns=1, new_tokens=12, longest=40),
+        config=CanaryConfig(),
+        device="cpu",
+        seed=0,
+        console=Console(quiet=True),
+        models=["llama"],
+        faults=[harmless],
+    )
+    assert result.clean["violations"] == 0
+    assert [f.found for f in result.faults] == [False]
+    assert not result.passed
+
+
+def test_conversations_share_a_prefix_and_go_on() -> None:
+    talks = conversations("abc" * 100, count=3, turns=2, new_tokens=5, longest=30)
+    assert len({t.turns[0][:48] for t in talks}) == 1
+    assert all(len(t.turns) == 2 and t.new_tokens == (5, 5) for t in talks)
+    assert all(0 <= token < 256 for t in talks for turn in t.turns for token in turn)
+
+
+def test_a_mooncake_trace_keeps_lengths_and_shared_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": 2048, "output_length": 640, "hash_ids": [7, 8, 9, 10]},
+        {"timestamp": 1, "input_length": 1500, "output_length": 64, "hash_ids": [7, 8, 11]},
+    ]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    first, second = trace_conversations(path, python_text(), count=5, scale=64, longest=400)
+    assert (len(first.turns[0]), first.new_tokens) == (32, (10,))
+    assert (len(second.turns[0]), second.new_tokens) == (23, (1,))
+    # Two blocks of 512 / 64 tokens are shared, the third is not.
+    assert first.turns[0][:16] == second.turns[0][:16]
+    assert first.turns[0][16:23] != second.turns[0][16:23]
+
+
+@pytest.mark.parametrize("name", ["mooncake_conversation_trace.jsonl", "azure_AzureLLMInferenceTrace_conv.csv"])
+def test_recorded_traces_can_be_read_where_they_are_present(name: str) -> None:
+    path = Path(__file__).parents[3] / "shared" / "data" / name
+    if not path.exists():
+        pytest.skip("the recorded traces are not here")
+    talks = trace_conversations(path, python_text(), count=50, scale=64, longest=400)
+    assert len(talks) == 50
+    assert len({len(t.turns[0]) for t in talks}) > 3

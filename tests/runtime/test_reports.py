@@ -1,0 +1,246 @@
+"""What a person reads: one damaged engine per cause, and the words that must be in the report."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kv_canary as kc
+from kv_canary.reports import Decoder
+
+from .engine import Engine, full_engine, make_pool
+
+
+@pytest.fixture
+def engine() -> Engine:
+    """An engine whose request `a` has 6 tokens cached in slots 1 to 6, and `b` 6 in slots 7 to 12."""
+    engine = full_engine()
+    engine.step((engine.add("a", 20), 6))
+    engine.step((engine.add("b", 20), 6))
+    return engine
+
+
+def run_and_report(engine: Engine, *, tag: str = "HEAD_FULL") -> kc.ViolationReport:
+    """Run one more forward of `a` and return the one report with `tag`."""
+    engine.step((engine.requests["a"], 1))
+    reports = [r for r in engine.found() if r.tag == tag]
+    assert len(reports) == 1, [r.sentence for r in reports]
+    return reports[0]
+
+
+def layers(engine: Engine, half: str) -> tuple[torch.Tensor, ...]:
+    pool = engine.groups[0].pool
+    return (pool.k_source if half == "K" else pool.v_source).layers
+
+
+def test_changed_bytes_name_the_half_the_layer_and_the_bytes(engine: Engine) -> None:
+    layers(engine, "V")[1][4, 7] ^= 16
+    report = run_and_report(engine)
+    assert report.reasons == ("V",)
+    assert report.places == ("V of layer 1, bytes 0 to 32",)
+    assert "a stray write, a copy race or memory corruption" in report.cause
+    assert "HEAD_FULL: request a reads position 3 in slot 4 of full: V. Changed: V of layer 1" in report.sentence
+    assert "written by request a at step 1; expected token" in report.sentence
+
+
+def test_a_zeroed_page_is_called_that(engine: Engine) -> None:
+    for half in "KV":
+        for layer in layers(engine, half):
+            layer[4] = 0
+    report = run_and_report(engine)
+    assert report.reasons == ("K", "V")
+    assert report.places == ("K of layer 1, bytes 0 to 32", "V of layer 1, bytes 0 to 32")
+    assert "the bytes are all zero: the slot or its page was zeroed" in report.cause
+
+
+def test_one_zeroed_half_beside_a_changed_one_is_no_zeroed_page(engine: Engine) -> None:
+    layers(engine, "K")[1][4] = 0
+    layers(engine, "V")[1][4, 0] ^= 1
+    report = run_and_report(engine)
+    assert report.reasons == ("K", "V")
+    assert "zero" not in report.cause
+
+
+def test_a_freed_slot_is_a_use_after_free(engine: Engine) -> None:
+    engine.manager.retire(engine.groups[0].pool, torch.tensor([4]), owner=engine.requests["b"].owner)
+    report = run_and_report(engine)
+    assert report.reasons == ("FREED",)
+    assert "use after free" in report.cause
+    assert "freed by request b at step 2" in report.sentence
+
+
+def test_a_table_off_by_one_is_called_that(engine: Engine) -> None:
+    table = engine.tables["full"][engine.requests["a"].row]
+    table[3] = table[4]
+    engine.step((engine.requests["a"], 1))
+    report = next(r for r in engine.found() if r.tag == "HEAD_FULL" and r.position == 3)
+    assert {"POSITION", "TOKEN"} <= set(report.reasons)
+    assert "the table is off by one" in report.cause
+
+
+def test_another_position_of_the_same_request_is_called_that(engine: Engine) -> None:
+    table = engine.tables["full"][engine.requests["a"].row]
+    table[4] = table[0]
+    engine.step((engine.requests["a"], 1))
+    report = next(r for r in engine.found() if r.tag == "HEAD_FULL" and r.position == 4)
+    assert "another position of the same request" in report.cause
+
+
+def test_a_table_entry_of_another_request_is_called_that(engine: Engine) -> None:
+    a, b = engine.requests["a"], engine.requests["b"]
+    engine.tables["full"][a.row, 3] = engine.tables["full"][b.row, 5]
+    engine.step((a, 1))
+    report = next(r for r in engine.found() if r.tag == "HEAD_FULL" and r.position == 3)
+    assert {"POSITION", "TOKEN", "CHAIN"} <= set(report.reasons)
+    assert "it holds another request's token" in report.cause
+    assert "written by request b at step 2" in report.sentence
+
+
+def test_a_slot_reused_while_in_use_is_called_that(engine: Engine) -> None:
+    a, b = engine.requests["a"], engine.requests["b"]
+    engine.tables["full"][b.row, 6] = engine.tables["full"][a.row, 3]
+    engine.step((b, 1), map_new=False)
+    overwrite = engine.found()[0]
+    assert overwrite.reasons == ("OVERWRITE",)
+    assert "two owners" in overwrite.cause
+    assert "request b writes position 6 in slot 4" in overwrite.sentence
+    assert "over a record of request a (step 1)" in overwrite.sentence
+    # And its bytes change as well.
+    layers(engine, "K")[6 % 2][4, 0] ^= 1
+    engine.step((a, 1))
+    report = next(r for r in engine.found() if r.tag == "HEAD_FULL" and r.position == 3)
+    assert "reused while in use, and its bytes changed as well" in report.cause
+
+
+def test_another_token_at_the_right_position_is_called_an_old_branch(engine: Engine) -> None:
+    a = engine.requests["a"]
+    a.tokens[3] += 1
+    # The engine goes on with another text than the one it has cached; its tail was advanced over the new one.
+    a.owner += 1000
+    engine.rows._names[a.owner] = "a"
+    engine.step((a, 1))
+    reports = engine.found()
+    token = next(r for r in reports if r.tag == "HEAD_FULL")
+    assert (token.reasons, token.position) == (("TOKEN",), 3)
+    prefix = next(r for r in reports if "PREFIX" in r.reasons)
+    assert "not this request's own" in prefix.cause
+    assert prefix.position == 5
+
+
+def test_an_old_branch_of_the_same_owner_is_called_that(engine: Engine) -> None:
+    a = engine.requests["a"]
+    a.tokens[3] += 1
+    engine.manager.state._tail_len[a.row] = 0
+    engine.manager.state._tail_owner[a.row] = 0
+    report = run_and_report(engine)
+    assert report.reasons == ("TOKEN",)
+    assert "an old branch of the text, or a wrong prefix" in report.cause
+    assert f"expected token {a.tokens[3]} of position 3" in report.sentence
+
+
+def test_the_right_token_after_another_prefix_is_called_that(engine: Engine) -> None:
+    engine.groups[0].pool.records[4, 1] ^= 1
+    engine.step((engine.requests["a"], 1))
+    reports = [r for r in engine.found() if r.tag == "HEAD_FULL"]
+    assert [(r.reasons, r.position) for r in reports] == [(("CHAIN",), 3), (("CHAIN",), 4)]
+    assert "the right token after another prefix" in reports[0].cause
+
+
+def test_a_slot_that_nothing_wrote_is_called_that(engine: Engine) -> None:
+    engine.tables["full"][engine.requests["a"].row, 3] = 100
+    report = run_and_report(engine)
+    assert (report.reasons, report.slot, report.record) == (("NEVER_WRITTEN",), 100, None)
+    assert "nothing ever wrote there" in report.cause
+
+
+def test_a_live_position_on_the_padding_slot_is_called_that(engine: Engine) -> None:
+    engine.tables["full"][engine.requests["a"].row, 3] = 0
+    report = run_and_report(engine)
+    assert (report.reasons, report.slot) == (("UNMAPPED",), 0)
+    assert "maps to the padding slot" in report.cause
+
+
+@pytest.mark.parametrize(
+    ("entry", "cause"),
+    [(128, "outside the pool"), (1 << 30, "outside the pool"), (-7, "an index that no pool has")],
+)
+def test_a_slot_that_no_pool_has_is_called_that(engine: Engine, entry: int, cause: str) -> None:
+    engine.tables["full"][engine.requests["a"].row, 3] = entry
+    report = run_and_report(engine)
+    assert report.reasons == ("SLOT_RANGE",)
+    assert cause in report.cause
+
+
+@pytest.mark.parametrize(("off", "words"), [(1, "off by one"), (-1, "off by one"), (3, "off by 3")])
+def test_positions_that_are_off_are_called_that(engine: Engine, off: int, words: str) -> None:
+    a = engine.requests["a"]
+    batch = engine.batch((a, 1))
+    batch.positions[0] += off
+    engine.run(batch)
+    reports = engine.found()
+    assert [r.reasons for r in reports] == [("WRITE_POSITION",)]
+    assert reports[0].position == 6
+    assert f"positions are {words}" in reports[0].cause
+    assert f"Stored: token {a.tokens[6]} at position {6 + off}." in reports[0].sentence
+
+
+def test_a_stale_prefix_is_called_that(engine: Engine) -> None:
+    a, b = engine.requests["a"], engine.requests["b"]
+    engine.tables["full"][a.row, :6] = engine.tables["full"][b.row, :6]
+    engine.step((a, 1))
+    report = next(r for r in engine.found() if "PREFIX" in r.reasons)
+    assert (report.tag, report.position, report.slot) == ("TAIL_FULL", 5, 12)
+    assert "a stale or wrong prefix hit" in report.cause
+    assert "written by request b at step 2" in report.sentence
+
+
+def decoder(groups: list[kc.BufferGroup] | None = None) -> Decoder:
+    groups = groups or [kc.BufferGroup(name="full", pool=make_pool())]
+    return Decoder(groups, name_of_row=lambda step, row: None, name_of_owner=lambda owner: None)
+
+
+def row(**words: int) -> list[int]:
+    names = ("tag", "reasons", "slot", "row", "position", "identity", "token", "chain", "expected_chain", "kv")
+    names += ("observed", "writer", "step", "previous", "owner", "rest")
+    return [words.get(name, -1 if name == "token" else 0) for name in names]
+
+
+def test_a_swapped_input_id_is_called_that() -> None:
+    words = row(
+        tag=1, reasons=int(kc.Reason.WRITE_TOKEN), slot=5, row=2, position=3, identity=3 << 32 | 9, token=8, owner=4
+    )
+    report = decoder().decode(words)
+    assert report.cause == "the forward was given another token than the one that was sampled"
+    assert "row 2 writes position 3 in slot 5 of full: WRITE_TOKEN" in report.sentence
+    assert (report.expected_token, report.request_id) == (8, None)
+
+
+def test_words_are_read_back_unsigned() -> None:
+    words = row(
+        reasons=int(kc.Reason.K), identity=-1, chain=-2, kv=-3, writer=-1, observed=-4, expected_chain=-5, step=7
+    )
+    report = decoder().decode(words)
+    record = report.record
+    assert record is not None
+    assert (record.token, record.position) == (0xFFFFFFFF, 0xFFFFFFFF)
+    assert (record.chain, record.kv) == ((1 << 64) - 2, (1 << 64) - 3)
+    assert (record.owner, record.step, record.retired) == ((1 << 24) - 1, (1 << 39) - 1, True)
+    assert (report.observed_kv, report.expected_chain) == ((1 << 64) - 4, (1 << 64) - 5)
+
+
+def test_two_groups_behind_one_tag_are_both_named() -> None:
+    pool = make_pool()
+    groups = [kc.BufferGroup(name=n, pool=pool, window=w) for n, w in (("near", 4), ("far", 9), ("all", 0))]
+    words = row(tag=int(kc.Tag.HEAD_SWA), reasons=int(kc.Reason.UNMAPPED))
+    assert decoder(groups).decode(words).group == "near or far"
+
+
+def test_a_step_long_past_is_reported_by_its_row() -> None:
+    engine = full_engine()
+    a = engine.add("a", 100)
+    engine.step((a, 4))
+    words = row(reasons=int(kc.Reason.UNMAPPED), row=a.row, step=1)
+    assert engine.manager._decoder.decode(words).request_id == "a"
+    for _ in range(64):
+        engine.step((a, 1))
+    assert engine.manager._decoder.decode(words).request_id is None

@@ -1,0 +1,58 @@
+"""What the README shows works as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kv_canary as kc
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def run_own_pool() -> dict[str, Any]:
+    block = next(b for b in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "KvPool" in b)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    return names
+
+
+def test_the_own_pool_example_is_silent_when_healthy() -> None:
+    names = run_own_pool()
+    assert names["canary"].summary().violations == 0
+    assert names["canary"].summary().positions_verified == 20 + 21
+    assert len(names["canary"].pools[0].records.nonzero()) > 0
+
+
+def test_the_own_pool_example_finds_a_changed_byte() -> None:
+    names = run_own_pool()
+    canary, text, table = names["canary"], names["text"], names["table"]
+    # Position 6 is covered in layer 6 % 4 = 2, window 6 // 4 = 1: bytes 16 to 32, numbers 4 to 8 of slot 7.
+    names["k"][2, 7, 5] += 1
+    table[1, 22] = 23
+    request = kc.ForwardRequest(
+        request_id="a", row=1, owner=1, prefix_len=22, extend_len=1, tokens=lambda i, j: text[i:j]
+    )
+    import torch
+
+    batch = kc.ForwardBatch(
+        requests=[request],
+        input_ids=torch.tensor(text[22:23]),
+        positions=torch.tensor([22]),
+        out_slots={"full": torch.tensor([23])},
+        tables={"full": table},
+    )
+    with canary.forward().around(batch):
+        pass
+    with pytest.raises(kc.CanaryViolationError, match="request a reads position 6 in slot 7") as caught:
+        canary.flush()
+    assert [r.reasons for r in caught.value.reports] == [("K",)]
+
+
+def test_the_commands_that_the_readme_names_exist() -> None:
+    makefile = (README.parent / "Makefile").read_text()
+    for target in re.findall(r"^    make (\w+)", README.read_text(), re.M):
+        assert f"\n{target}:" in makefile
