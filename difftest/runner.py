@@ -23,6 +23,7 @@ class Outcome(StrEnum):
     INPUT_CHANGED = "an input was written"
     BYTES_DIFFER = "an output differs from the reference's"
     NOT_REPEATABLE = "the same launch gave another result the second time"
+    GRAPH_DIFFERS = "a captured CUDA graph of the launch replays to another result"
 
 
 class Mismatch(Exception):  # noqa: N818 - it is what the check is for, not an error of the check
@@ -51,6 +52,8 @@ class Result:
 def check_case(spec: KernelSpec, arguments: Mapping[str, Any], *, device: torch.device | str = "cpu") -> None:
     """Run one case on both backends, Triton on `device`, twice each, and compare every byte.
 
+    On a GPU the launch is captured in a CUDA graph as well, and replayed.
+
     Args:
         spec: the op.
         arguments: a complete or partial call, on the CPU; it is not changed.
@@ -65,13 +68,30 @@ def check_case(spec: KernelSpec, arguments: Mapping[str, Any], *, device: torch.
     for backend, first, where in (("reference", reference, torch.device("cpu")), ("triton", triton, device)):
         again = _launch(spec, bound, backend=backend, device=where, fill=3)
         _compare(spec, bound, first, again, backend=backend, outcome=Outcome.NOT_REPEATABLE)
+    if torch.device(device).type == "cuda":
+        replayed = _launch(spec, bound, backend="triton", device=device, fill=4, in_graph=True)
+        _compare(spec, bound, triton, replayed, backend="triton", outcome=Outcome.GRAPH_DIFFERS)
 
 
 def _launch(
-    spec: KernelSpec, bound: Mapping[str, Any], *, backend: str, device: torch.device | str, fill: int
+    spec: KernelSpec,
+    bound: Mapping[str, Any],
+    *,
+    backend: str,
+    device: torch.device | str,
+    fill: int,
+    in_graph: bool = False,
 ) -> Result:
     copies, spans = guarded(spec, bound, device=device, fill=fill)
-    implementation(spec.name, backend)(**copies)
+    launch = implementation(spec.name, backend)
+    if in_graph:
+        # Whatever is compiled on a first launch was compiled by the eager ones before.
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch(**copies)
+        graph.replay()
+    else:
+        launch(**copies)
     for span in spans:
         if not span.guards_intact():
             raise Mismatch(Outcome.GUARD_TOUCHED, op=spec.name, backend=backend, path=span.leaf.path, detail="")
