@@ -96,9 +96,9 @@ class Step:
             tiles = max_tiles({"num_tokens": n * (last - first)})
             write = {
                 "write_plan": write_plan,
-                "input_ids": tokens[:, first:last].reshape(-1),
+                "input_ids": tokens[:, first:last].reshape(-1).contiguous(),
                 "positions": torch.arange(first, last, device=device).repeat(n),
-                "out_slots": slots[:, first:last].reshape(-1),
+                "out_slots": slots[:, first:last].reshape(-1).contiguous(),
                 "endpoint": endpoint(kc.Tag.TAIL_FULL, with_bytes=True),
                 "tails": tails,
                 "check_positions": torch.ones(1, dtype=torch.int32, device=device),

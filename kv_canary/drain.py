@@ -38,8 +38,6 @@ class Drain:
         self._outbox = torch.zeros(self._words, dtype=torch.int64, device=state.device)
         self._spare: list[torch.Tensor] = []
         self._pending: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
-        # Rows of the ring already read, and violations counted before the ring was last emptied.
-        self._read = 0
         self.counters: list[list[int]] = [[0, 0] for _ in Tag]
 
     def push(self, statuses: Sequence[torch.Tensor]) -> None:
@@ -60,7 +58,7 @@ class Drain:
 
     def poll(self, *, wait: bool = False) -> StepFindings:
         """Return what the steps found whose copies have arrived; with `wait`, of all steps."""
-        seen = self._read
+        found = False
         statuses: list[tuple[int, int]] = []
         while self._pending:
             host, event = self._pending[0]
@@ -72,31 +70,30 @@ class Drain:
             self._pending.popleft()
             words = host.tolist()
             self._spare.append(host)
-            seen = max(seen, words[0])
-            flat = words[1 : 1 + 2 * len(Tag)]
-            self.counters = [flat[2 * i : 2 * i + 2] for i in range(len(Tag))]
+            found |= words[0] > 0
+            self._set_counters(words[1 : 1 + 2 * len(Tag)])
             statuses += [(i, bits) for i, bits in enumerate(words[1 + 2 * len(Tag) :]) if bits]
-        if seen == self._read:
-            return StepFindings(statuses=statuses)
-        return self._fetch(statuses)
+        if wait:
+            # Also what a forward found that was given up before it could push.
+            self._set_counters(self._state.counters.view(-1).tolist())
+            found |= int(self._state.violations.count) > 0
+        return self._fetch(statuses) if found else StepFindings(statuses=statuses)
+
+    def _set_counters(self, flat: list[int]) -> None:
+        self.counters = [flat[2 * i : 2 * i + 2] for i in range(len(Tag))]
 
     def _fetch(self, statuses: list[tuple[int, int]]) -> StepFindings:
-        """Read the new rows; this waits for the device, which is fine once corruption was found."""
+        """Read the rows and empty the ring; this waits for the device, which is fine once corruption was found."""
         log = self._state.violations
-        count = int(log.count)
-        first, last = (min(n, log.ring.shape[0]) for n in (self._read, count))
-        rows: list[list[int]] = log.ring[first:last].tolist()
-        total = count - self._read
-        self._read = count
-        if 2 * count > log.ring.shape[0]:
-            # Behind the read just made, on the same stream: nothing falls between.
-            log.count.zero_()
-            self._read = 0
-            self._drop_stale_counts()
+        total = int(log.count)
+        rows: list[list[int]] = log.ring[: min(total, log.ring.shape[0])].tolist()
+        # Behind the read just made, on the same stream: nothing falls between.
+        log.count.zero_()
+        self._drop_stale_counts()
         return StepFindings(total=total, rows=rows, statuses=statuses)
 
     def _drop_stale_counts(self) -> None:
-        """Forget the count words that were copied before the ring was emptied; their rows have been read."""
+        """Forget the counts that were copied before the ring was emptied; their rows have been read."""
         for host, event in self._pending:
             if event is not None:
                 event.synchronize()

@@ -269,6 +269,9 @@ class SingleForwardManager:
             if tensor.shape != (tokens,):
                 expected = f"of shape [{tokens}] (the sum of extend_len)"
                 raise ValueError(must_be(part, argument, expected, str(list(tensor.shape))))
+        rows = [r.row for r in batch.requests]
+        if len(set(rows)) != len(rows):
+            raise ValueError(must_be(part, "rows", "different for every request", str(rows)))
         for r in batch.requests:
             if not 0 < r.row < limits.max_rows:
                 raise ValueError(must_be(part, f"row of {r.request_id}", f"in [1, {limits.max_rows})", str(r.row)))

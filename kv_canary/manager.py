@@ -177,10 +177,10 @@ class CanaryManager:
     def begin_step(self, requests: Sequence[ForwardRequest]) -> None:
         """Report what earlier steps found, then start a new one; called by `SingleForwardManager.begin`."""
         self._handle(self._drain.poll())
+        self.state.advance_tails(requests, backend=self.backend)
         self._step += 1
         self.state.step.fill_(self._step)
         self._steps.append((self._step, {r.row: r.request_id for r in requests}))
-        self.state.advance_tails(requests, backend=self.backend)
 
     def end_step(self, statuses: Sequence[tuple[BufferGroup, torch.Tensor]]) -> None:
         """Start the copy of the step's findings to the host; called by `SingleForwardManager.end`."""
@@ -222,9 +222,8 @@ class CanaryManager:
         """Count, log and hand on what was drained; all counters are up to date before anything can raise."""
         for index, bits in findings.statuses:
             self._statuses[Status(bits)] += 1
-            logger.warning(
-                "kv-canary: group %s: the plan of a step was incomplete: %s", self.groups[index].name, Status(bits)
-            )
+            names = " + ".join(b.name or str(b) for b in Status if b in Status(bits))
+            logger.warning("kv-canary: group %s: the plan of a step was incomplete: %s", self.groups[index].name, names)
         if not findings.total:
             return
         self._violations += findings.total

@@ -106,7 +106,7 @@ class Decoder:
             record = self._record(words)
         expected_token = words[6] if words[6] >= 0 else None
         places = _places(groups[0], reasons, record)
-        cause = _cause(reasons, words, record, request_id, groups[0])
+        cause = _cause(reasons, words, record, request_id, groups[0], is_write=is_write)
         report: dict[str, Any] = {
             "reasons": tuple(r.name or str(r) for r in Reason if r in reasons),
             "tag": tag.name,
@@ -159,6 +159,8 @@ def _cause(
     record: StoredRecord | None,
     request_id: str | None,
     group: BufferGroup,
+    *,
+    is_write: bool,
 ) -> str:
     """Guess the cause from the pattern of reasons."""
     position = words[4]
@@ -168,6 +170,8 @@ def _cause(
             "names another request's blocks"
         )
     if Reason.SLOT_RANGE in reasons:
+        if is_write:
+            return "the forward was told to write outside the pool"
         if words[2] == BAD_SLOT:
             return "the table or the LUT holds an index that no pool has"
         return "the table holds a slot outside the pool"
@@ -241,9 +245,10 @@ def _sentence(report: Mapping[str, Any], is_write: bool) -> str:
     if report["places"]:
         text += f" Changed: {'; '.join(report['places'])}."
     if record is not None:
-        by = f"request {record.request_id}" if record.request_id else f"owner {record.owner}"
+        by = f"request {record.request_id}" if record.request_id else f"owner {record.owner or 'unknown'}"
         if is_write and "PREFIX" not in report["reasons"]:
-            text += f" Stored: token {record.token} at position {record.position}"
+            verb = "Not stored" if "SLOT_RANGE" in report["reasons"] else "Stored"
+            text += f" {verb}: token {record.token} at position {record.position}"
             text += f", over a record of {by} (step {record.step})." if record.owner else "."
         else:
             how = "freed" if record.retired else "written"

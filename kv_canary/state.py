@@ -45,6 +45,7 @@ class CanaryDeviceState:
         rows: list[int] = []
         starts: list[int] = []
         lengths: list[int] = []
+        owners: list[int] = []
         flat: list[int] = []
         for r in requests:
             start = self._tail_len[r.row]
@@ -59,10 +60,10 @@ class CanaryDeviceState:
                     f"{r.prefix_len - start} tokens, got {len(tokens)}"
                 )
             rows.append(r.row)
+            owners.append(r.owner)
             starts.append(start)
             lengths.append(len(tokens))
             flat.extend(tokens)
-            self._tail_owner[r.row], self._tail_len[r.row] = r.owner, r.prefix_len
         if not rows:
             return
         offsets = [0]
@@ -78,6 +79,9 @@ class CanaryDeviceState:
             if longest > self.token_pool.shape[1]:
                 self.token_pool = widen(self.token_pool, longest)
             ops.scatter_token_ids(**segments, pool=self.token_pool, status=self._status, backend=backend)
+        # Only now, so that a history that could not be had leaves every row as it was.
+        for row, owner, start, n in zip(rows, owners, starts, lengths, strict=True):
+            self._tail_owner[row], self._tail_len[row] = owner, start + n
 
 
 def widen(table: torch.Tensor, length: int) -> torch.Tensor:

@@ -194,14 +194,14 @@ class _Session:
         self._tables = [
             torch.zeros(limits.max_rows, 256, dtype=torch.int32, device=self.manager.device) for _ in self.layout.groups
         ]
-        self._freed: dict[KvPool, list[torch.Tensor]] = {}
+        self._freed: dict[tuple[KvPool, int], list[torch.Tensor]] = {}
         self._patches = Patches()
         try:
             self._patches.wrap(processor.model_runner, "compute_batch", self._compute_batch)
             self.layout.watch(
                 self._patches,
                 Events(
-                    freed=lambda pool, slots: self._freed.setdefault(pool, []).append(slots),
+                    freed=self._note_freed,
                     copied=self._copied,
                     request_freed=self._rows.release,
                     all_freed=self._rows.release_all,
@@ -299,10 +299,14 @@ class _Session:
         with self._on_stream():
             self.manager.move(pool, src, dst, owner=self._rows.owner(request_id))
 
+    def _note_freed(self, pool: KvPool, slots: torch.Tensor, request_id: str | None) -> None:
+        owner = 0 if request_id is None else self._rows.owner(request_id)
+        self._freed.setdefault((pool, owner), []).append(slots)
+
     def _retire_freed(self) -> None:
         with self._on_stream():
-            for pool, parts in self._freed.items():
-                self.manager.retire(pool, torch.cat(parts))
+            for (pool, owner), parts in self._freed.items():
+                self.manager.retire(pool, torch.cat(parts), owner=owner)
         self._freed.clear()
 
     def _cleared(self) -> None:

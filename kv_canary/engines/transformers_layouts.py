@@ -26,7 +26,7 @@ class Events:
     """What a layout tells the adapter. Slots are record slots.
 
     Args:
-        freed: (pool, slots): nothing names their content any more.
+        freed: (pool, slots, request): nothing names their content any more, because of that request if one is named.
         copied: (pool, source slots, destination slots, request): the engine copied them, for that request.
         request_freed: (request): the engine forgot its blocks.
         all_freed: every request was forgotten.
@@ -34,7 +34,7 @@ class Events:
         before_copy: frees up to here happened before what is copied next.
     """
 
-    freed: Callable[[KvPool, torch.Tensor], None]
+    freed: Callable[[KvPool, torch.Tensor, str | None], None]
     copied: Callable[[KvPool, torch.Tensor, torch.Tensor, str], None]
     request_freed: Callable[[str], None]
     all_freed: Callable[[], None]
@@ -51,6 +51,8 @@ class Layout(ABC):
         self.processor = processor
         self.cache = processor.cache
         self.read_bytes = read_bytes
+        # The request whose blocks are being freed right now.
+        self.freeing: str | None = None
 
     @abstractmethod
     def to_slots(self, group: int, indices: torch.Tensor) -> torch.Tensor:
@@ -111,7 +113,11 @@ class Layout(ABC):
 
     def _watch_requests(self, patches: Patches, events: Events) -> None:
         def free(original: Callable[..., Any], request_id: str, *args: Any, **kwargs: Any) -> Any:
-            result = original(request_id, *args, **kwargs)
+            self.freeing = request_id
+            try:
+                result = original(request_id, *args, **kwargs)
+            finally:
+                self.freeing = None
             events.request_freed(request_id)
             return result
 
@@ -185,7 +191,7 @@ class SectorLayout(Layout):
 
         def free(original: Callable[..., Any], index: int, block_ids: list[int]) -> Any:
             result = original(index, block_ids)
-            events.freed(by_index[index], self.block_slots(by_index[index], list(block_ids)))
+            events.freed(by_index[index], self.block_slots(by_index[index], list(block_ids)), self.freeing)
             return result
 
         def reset(original: Callable[..., Any]) -> Any:
@@ -273,7 +279,7 @@ class BlockLayout(Layout):
         blocks = self.cache._block_manager
 
         def freed(ids: list[int]) -> None:
-            events.freed(self.pool, self.block_slots(self.pool, ids))
+            events.freed(self.pool, self.block_slots(self.pool, ids), self.freeing)
 
         def take(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             # Under pressure a cached block loses its key right here, just before it is handed out.

@@ -59,6 +59,12 @@ def double(*, values: torch.Tensor, totals: torch.Tensor, doubled: torch.Tensor,
     totals.add_(values)
 
 
+@pytest.fixture
+def device() -> torch.device:
+    """The implementations here are plain PyTorch with host code in them: the CPU's, whatever `--device` says."""
+    return torch.device("cpu")
+
+
 def then(fault: Callable[[dict[str, torch.Tensor]], None]) -> Callable[..., None]:
     """An implementation that is right, but for what `fault` does afterwards."""
 

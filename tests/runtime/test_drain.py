@@ -66,9 +66,8 @@ def test_every_violation_is_counted_once_however_often_the_ring_is_emptied(capac
     summary = engine.manager.summary()
     assert summary.violations == len(expected) == 60
     written = [(r.step, r.position) for r in seen]
-    # No step finds more than 3, and half of the ring may be kept from before, so one of 5 never overflows; a smaller
-    # one loses details, never counts.
-    if capacity >= 5:
+    # No step finds more than 3, so a ring of 3 never overflows; a smaller one loses details, never counts.
+    if capacity >= 3:
         assert written == expected
         assert summary.reasons == {"K": 60}
     else:
@@ -194,7 +193,6 @@ def test_an_incomplete_plan_degrades_the_status_for_good(caplog: pytest.LogCaptu
     assert engine.manager.summary().status == "degraded"
 
 
-@pytest.mark.xfail(strict=True, reason="formats the IntFlag as a number: 'incomplete: 4'")
 def test_the_warning_of_an_incomplete_plan_names_its_status(caplog: pytest.LogCaptureFixture) -> None:
     engine = full_engine()
     a = engine.add("a", 20)
@@ -235,8 +233,7 @@ def test_the_ring_is_emptied_behind_what_was_read() -> None:
     for _ in range(4):
         engine.step((a, 1))
         counts.append(int(log.count))
-    # 2 of 4 rows are not past half; the next 2 are, and make room.
-    assert counts == [2, 4, 2, 4]
+    assert counts == [2, 2, 2, 2]
     engine.manager.flush()
     assert torch.equal(log.count, torch.zeros(1, dtype=torch.int64))
     assert engine.manager.summary().violations == 8

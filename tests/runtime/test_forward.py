@@ -67,7 +67,6 @@ def test_a_model_that_raises_leaves_the_forward_ready(error: type[BaseException]
     assert engine.manager.summary().positions_verified == 0 + 4 + 4 + 8
 
 
-@pytest.mark.xfail(strict=True, reason="flush polls only pushed steps; an aborted forward pushes nothing")
 def test_what_an_aborted_forward_found_is_reported_by_flush() -> None:
     engine = full_engine()
     a = engine.add("a", 8)
