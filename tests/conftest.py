@@ -29,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
         max_examples=config.getoption("--examples"),
         deadline=None,
         print_blob=True,
+        # The same cases at every run of CI, so that a change is judged by its own merits; fuzzing looks further.
+        derandomize="CI" in os.environ,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
     settings.load_profile("kv-canary")
