@@ -39,6 +39,11 @@ def use_backend(backend: str) -> Iterator[None]:
         _active.reset(token)
 
 
+def active_backend() -> str | None:
+    """Return the backend of the innermost `use_backend` block here, or None; other threads do not see the block."""
+    return _active.get()
+
+
 def select_backend(backend: str | None, device: torch.device) -> str:
     """Return "reference" or "triton": by argument, else `use_backend`, else KV_CANARY_BACKEND, else auto.
 
@@ -47,7 +52,7 @@ def select_backend(backend: str | None, device: torch.device) -> str:
     """
     if backend is not None:
         chosen = _check(backend, "backend switch", "backend")
-    elif (active := _active.get()) is not None:
+    elif (active := active_backend()) is not None:
         chosen = active
     else:
         chosen = _check(os.environ.get("KV_CANARY_BACKEND", AUTO), "backend switch", "KV_CANARY_BACKEND")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import Any, Protocol
 
+from kv_canary.backends import active_backend
 from kv_canary.config import CanaryConfig
 from kv_canary.errors import must_be
 from kv_canary.manager import CanarySummary
@@ -49,11 +51,14 @@ def install(target: Any, *, config: CanaryConfig | None = None, **options: Any) 
         if config is not None:
             raise TypeError(must_be("install", "options", "left out where a config is given", ", ".join(options)))
         config = CanaryConfig(**options)
+    config = config or CanaryConfig()
+    # Engines run their forwards in threads of their own, which do not see a `use_backend` block around this call.
+    config = dataclasses.replace(config, backend=config.backend or active_backend())
     for cls in type(target).__mro__:
         adapter = _ADAPTERS.get(cls.__module__.partition(".")[0])
         if adapter is not None:
             installation: Installation = importlib.import_module(adapter).install(
-                target, config=config or CanaryConfig(), on_report=on_report
+                target, config=config, on_report=on_report
             )
             return installation
     expected = f"an object of {' or '.join(_ADAPTERS)}"

@@ -207,6 +207,18 @@ def test_a_manager_that_is_started_again_is_watched_again() -> None:
     assert canary.summary().violations == 0
 
 
+def test_a_use_backend_block_around_install_reaches_the_engines_own_thread() -> None:
+    model = make_model("llama")
+    with kv_canary.use_backend("triton"):
+        canary = kv_canary.install(model)
+    # Not warmed up, so that the engine's thread makes the cache, and with it the canary.
+    with serve(model, warm_up=False) as server:
+        server.run(Prompts().of_lengths(5), new_tokens=2)
+    canary.flush()
+    assert canary.manager.backend == "triton"
+    assert canary.summary().violations == 0
+
+
 def test_a_cache_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     reached, go = threading.Event(), threading.Event()
     original = ModelRunner.compute_batch
