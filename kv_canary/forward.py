@@ -14,6 +14,7 @@ from kv_canary import ops
 from kv_canary.errors import must_be
 from kv_canary.pools import BufferGroup
 from kv_canary.specs.structures import VerifyPlan, WritePlan
+from kv_canary.specs.write import max_tiles
 
 if TYPE_CHECKING:
     from kv_canary.manager import CanaryManager
@@ -80,7 +81,10 @@ class _GroupBuffers:
         self.spare_writes = WritePlan.allocate(write_cap=max_requests, device=device) if group.ring else None
         self.status, self.spare_status = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
         self.table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        # Scratch, allocated once: nothing is allocated between HEAD and TAIL.
         self.entry_offsets = torch.zeros(max_requests + 1, dtype=torch.int64, device=device)
+        tiles = max_tiles({"num_tokens": max_tokens})
+        self.tile_sums = torch.zeros(max_requests, tiles, dtype=torch.int64, device=device)
         self.reserve(1024)
 
     def reserve(self, entries: int) -> None:
@@ -190,6 +194,7 @@ class SingleForwardManager:
                 track_lifetime=manager.config.track_lifetime,
                 violations=manager.state.violations,
                 counters=manager.state.counters,
+                tile_sums=buffers.tile_sums,
                 backend=manager.backend,
             )
         for buffers in self._groups:
@@ -269,6 +274,8 @@ class SingleForwardManager:
             if tensor.shape != (tokens,):
                 expected = f"of shape [{tokens}] (the sum of extend_len)"
                 raise ValueError(must_be(part, argument, expected, str(list(tensor.shape))))
+            if tensor.dtype not in (torch.int32, torch.int64):
+                raise TypeError(must_be(part, argument, "of dtype int32 or int64", str(tensor.dtype)))
         rows = [r.row for r in batch.requests]
         if len(set(rows)) != len(rows):
             raise ValueError(must_be(part, "rows", "different for every request", str(rows)))

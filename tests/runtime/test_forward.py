@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kv_canary as kc
+from kv_canary.specs.interface import KernelSpec, TensorSpec
 
 from .engine import MAX_ROWS, Engine, full_engine, make_pool
 
@@ -100,6 +101,11 @@ def with_request(**changes: Any) -> Callable[[kc.ForwardBatch], dict[str, Any]]:
     return lambda batch: {"requests": [dataclasses.replace(batch.requests[0], **changes)]}
 
 
+def two_of_one_row(batch: kc.ForwardBatch) -> dict[str, Any]:
+    first = dataclasses.replace(batch.requests[0], extend_len=2)
+    return {"requests": [first, dataclasses.replace(first, request_id="b")]}
+
+
 @pytest.mark.parametrize(
     ("spoil", "complaint"),
     [
@@ -116,6 +122,8 @@ def with_request(**changes: Any) -> Callable[[kc.ForwardBatch], dict[str, Any]]:
         (with_request(extend_len=65), "requests must be at most 64 new tokens, got 65"),
         (with_request(prefix_len=-1), "prefix_len of a must be at least 0, got -1"),
         (lambda b: {"requests": list(b.requests) * 5}, "requests must be at most 4 requests, got 5"),
+        (two_of_one_row, r"rows must be different for every request, got \[1, 1\]"),
+        (lambda b: {"input_ids": b.input_ids.float()}, "input_ids must be of dtype int32 or int64, got torch.float32"),
     ],
 )
 def test_a_batch_that_contradicts_itself_changes_nothing(
@@ -129,7 +137,7 @@ def test_a_batch_that_contradicts_itself_changes_nothing(
     state = engine.manager.state
     tensors = [engine.groups[0].pool.records, state.tails, state.step, state.counters, state.violations.count]
     before, steps = [t.clone() for t in tensors], engine.manager.step
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises((ValueError, TypeError), match=complaint):
         engine.forward.begin(dataclasses.replace(batch, **spoil(batch)))
     assert engine.manager.step == steps == 1
     assert all(torch.equal(old, new) for old, new in zip(before, tensors, strict=True))
@@ -370,3 +378,21 @@ def test_bytes_are_verified_again_at_tail_only_where_asked() -> None:
             flip(group, engine.slot_of(group, a, 2), 2)
         expected = [(("K",), "TAIL_FULL", 2)] if at_tail else []
         assert [(r.reasons, r.tag, r.position) for r in engine.found()] == expected
+
+
+def test_every_launch_is_given_its_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between HEAD and TAIL nothing is allocated: what the specs would allocate comes from the forward."""
+    missing = []
+    bind = KernelSpec.bind
+
+    def watch(spec: KernelSpec, given: dict[str, Any]) -> dict[str, Any]:
+        scratch = [n for n, a in spec.arguments.items() if isinstance(a, TensorSpec) and a.role == "scratch"]
+        missing.extend(f"{spec.name}.{name}" for name in scratch if given.get(name) is None)
+        return bind(spec, given)
+
+    monkeypatch.setattr(KernelSpec, "bind", watch)
+    engine = full_engine()
+    a, b = engine.add("a", 40), engine.add("b", 40)
+    for n in (20, 1, 3):
+        engine.step((a, n), (b, n))
+    assert missing == []
