@@ -52,7 +52,7 @@ class Result:
 def check_case(spec: KernelSpec, arguments: Mapping[str, Any], *, device: torch.device | str = "cpu") -> None:
     """Run one case on both backends, Triton on `device`, twice each, and compare every byte.
 
-    On a GPU the launch is captured in a CUDA graph as well, and replayed.
+    On a GPU the launch is captured in a CUDA graph as well, and replayed, and the reference runs there too.
 
     Args:
         spec: the op.
@@ -71,6 +71,8 @@ def check_case(spec: KernelSpec, arguments: Mapping[str, Any], *, device: torch.
     if torch.device(device).type == "cuda":
         replayed = _launch(spec, bound, backend="triton", device=device, fill=4, in_graph=True)
         _compare(spec, bound, triton, replayed, backend="triton", outcome=Outcome.GRAPH_DIFFERS)
+        on_device = _launch(spec, bound, backend="reference", device=device, fill=5)
+        _compare(spec, bound, reference, on_device, backend="reference", outcome=Outcome.BYTES_DIFFER)
 
 
 def _launch(
