@@ -40,7 +40,7 @@ def _chain_tails(
     begin = tl.load(offsets_ptr + r)
     end = tl.load(offsets_ptr + r + 1)
     row_ok = (row >= 0) & (row < num_rows)
-    if ~row_ok:
+    if row_ok == 0:
         tl.atomic_or(status_ptr, _ROW_RANGE)
     if start < 0:
         tl.atomic_or(status_ptr, _LENGTH_RANGE)

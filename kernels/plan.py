@@ -27,11 +27,12 @@ _LUT_RANGE = tl.constexpr(int(Status.LUT_RANGE))
 def _look_up(req_to_token_ptr, row_stride, row, position, valid, lut_ptr, lut_len):
     """The slot of each valid (row, position), both in range, and whether the LUT was asked out of range."""
     slot = tl.load(req_to_token_ptr + row * row_stride + position, mask=valid, other=0).to(tl.int64)
-    bad = tl.zeros(slot.shape, dtype=tl.int1)
+    # Without a LUT nothing is asked out of range.
+    bad = slot != slot
     if lut_ptr is not None:
         bad = valid & ((slot < 0) | (slot >= lut_len))
         # 0 <= slot < lut_len
-        slot = tl.where(bad, _BAD_SLOT, tl.load(lut_ptr + slot, mask=valid & ~bad, other=0))
+        slot = tl.where(bad, _BAD_SLOT, tl.load(lut_ptr + slot, mask=valid & (bad == 0), other=0))
     return tl.where(slot < 0, _BAD_SLOT, slot), bad
 
 
@@ -61,7 +62,7 @@ def _kept_blocks(start, prefix, stride, step):
     front = tl.where((kept_count > 0) & (kept_first == first_block), start % _STRIDE_BLOCK, 0)
     last_kept = (kept_count > 0) & (kept_last == last_block)
     back = tl.where(last_kept, (last_block + 1) * _STRIDE_BLOCK - prefix, 0)
-    return kept_first, kept_count, front, back, ~last_kept
+    return kept_first, kept_count, front, back, (last_kept == 0)
 
 
 @triton.jit
@@ -110,7 +111,7 @@ def _lay_out(
         row_ok = (row >= 0) & (row < num_rows)
         extend_ok = (extend_in >= 0) & (extend_in <= 0x7FFFFFFF)
         lens_ok = (prefix_in >= 0) & (prefix_in <= max_len) & extend_ok
-        status |= tl.where(inside & ~row_ok, _ROW_RANGE, 0) | tl.where(inside & ~lens_ok, _LENGTH_RANGE, 0)
+        status |= tl.where(inside & (row_ok == 0), _ROW_RANGE, 0) | tl.where(inside & (lens_ok == 0), _LENGTH_RANGE, 0)
         live = inside & row_ok & lens_ok & (row != 0)
         prefix = tl.where(live, prefix_in, 0)
         extend = tl.where(inside & extend_ok, extend_in, 0)
@@ -199,7 +200,7 @@ def _fill_entries(
             below = tl.load(entry_offsets_ptr + middle, mask=valid, other=0) <= entry
             narrow = high - r > 1
             r = tl.where(narrow & below, middle, r)
-            high = tl.where(narrow & ~below, middle, high)
+            high = tl.where(narrow & (below == 0), middle, high)
         # 0 <= r < bs; the request is live, so its row and lengths are in range
         row = tl.load(rows_ptr + r, mask=valid, other=0)
         prefix = tl.load(prefix_lens_ptr + r, mask=valid, other=0)

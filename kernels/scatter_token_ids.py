@@ -41,7 +41,7 @@ def _scatter(
     if starts_ptr is not None:
         start = tl.load(starts_ptr + r)
     row_ok = (row >= 0) & (row < num_rows)
-    if (part == 0) & ~row_ok:
+    if (part == 0) & (row_ok == 0):
         tl.atomic_or(status_ptr, _ROW_RANGE)
     if row_ok & (row > 0) & (start >= 0) & (start < max_len):
         first = tl.maximum(begin, 0)

@@ -103,7 +103,7 @@ def _verify(
             v_row = source_row(slot, v_slot_bias, v_page_size)
             in_range = in_range & (v_row >= 0) & (v_row < v_num_rows)
         unmapped = live & (slot == 0)
-        out_of_range = live & (slot != 0) & ~in_range
+        out_of_range = live & (slot != 0) & (in_range == 0)
         readable = live & (slot != 0) & in_range
         # readable: 0 < slot < num_slots
         record_ptr = records_ptr + slot * record_stride
@@ -112,10 +112,10 @@ def _verify(
         kv = tl.load(record_ptr + 2, mask=readable, other=0)
         writer = tl.load(record_ptr + 3, mask=readable, other=0)
         never_written = readable & ((ident | chain | kv | writer) == 0)
-        checked = readable & ~never_written
+        checked = readable & (never_written == 0)
         freed = checked & (writer < 0)
         if TRACK_LIFETIME:
-            checked = checked & ~freed
+            checked = checked & (freed == 0)
 
         stored_token = ident & 0xFFFFFFFF
         stored_position = (ident >> 32) & 0xFFFFFFFF

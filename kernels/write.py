@@ -274,7 +274,7 @@ def _store(
             # stored: 0 < slot < num_slots
             record_ptr = records_ptr + slot * record_stride
             expected_position = prefix + j - begin
-            reasons = tl.where(live & ~in_range & (slot != 0), _SLOT_RANGE, 0)
+            reasons = tl.where(live & (in_range == 0) & (slot != 0), _SLOT_RANGE, 0)
             reasons += tl.where(live & check_positions & (position != expected_position), _WRITE_POSITION, 0)
             expected_input = tl.full([BLOCK], -1, tl.int64)
             if expected_input_ids_ptr is not None:
