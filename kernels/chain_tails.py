@@ -51,7 +51,8 @@ def _chain_tails(
         if anchors_ptr is not None:
             anchor = tl.load(anchors_ptr + row)
         chain = as_u64(tl.where(start == 0, anchor, tail))
-        first = tl.maximum(begin, 0)
+        # 0 <= first <= total whatever the offsets hold.
+        first = tl.minimum(tl.maximum(begin, 0), total)
         last = tl.minimum(end, total)
         lane = tl.arange(0, TILE).to(tl.int64)
         for at in range(first, last, TILE):

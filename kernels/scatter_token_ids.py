@@ -44,7 +44,8 @@ def _scatter(
     if (part == 0) & (row_ok == 0):
         tl.atomic_or(status_ptr, _ROW_RANGE)
     if row_ok & (row > 0) & (start >= 0) & (start < max_len):
-        first = tl.maximum(begin, 0)
+        # 0 <= first <= total whatever the offsets hold, so that first + part * BLOCK cannot wrap.
+        first = tl.minimum(tl.maximum(begin, 0), total)
         last = tl.minimum(end, total)
         step = tl.num_programs(1).to(tl.int64) * BLOCK
         for at in range(first + part * BLOCK, last, step):

@@ -44,8 +44,9 @@ def _segment(r, rows_ptr, offsets_ptr, num_requests_ptr, capacity, num_rows, num
     begin = tl.load(offsets_ptr + r, mask=planned, other=0)
     end = tl.load(offsets_ptr + r + 1, mask=planned, other=0)
     live = planned & (row > 0) & (row < num_rows)
-    first = tl.maximum(begin, 0)
-    last = tl.where(live, tl.minimum(end, num_tokens), first)
+    # 0 <= first <= last <= num_tokens whatever the offsets hold, so that last - first cannot wrap.
+    first = tl.minimum(tl.maximum(begin, 0), num_tokens)
+    last = tl.where(live, tl.maximum(tl.minimum(end, num_tokens), first), first)
     return row, begin, first, last
 
 

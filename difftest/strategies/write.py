@@ -60,7 +60,7 @@ def cases(draw: Any) -> dict[str, Any]:
         slots = replace_some(draw, slots, (*HOSTILE, world.num_slots, world.num_slots + 1))
         positions = replace_some(draw, positions, (*HOSTILE, 0))
         tokens = replace_some(draw, tokens)
-        offsets = replace_some(draw, offsets, (*HOSTILE, 0, num_tokens, num_tokens + 5), most=1)
+        offsets = replace_some(draw, offsets, (*HOSTILE, 0, 1, num_tokens, num_tokens + 5), most=2)
         if len(tails) > 1:
             tails[draw(st.integers(1, len(tails) - 1))] = ANCHOR
     count = draw(st.sampled_from([len(rows)] * 5 + [0, -1, len(rows) + 9]))
