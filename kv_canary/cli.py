@@ -52,7 +52,7 @@ def main(verbose: bool) -> None:
 @click.option(
     "--trace-scale", type=click.IntRange(1, 512), default=64, show_default=True, help="Divide its lengths by."
 )
-@click.option("--requests", type=click.IntRange(2), help="Conversations to serve. [default: 16, interpreted: 4]")
+@click.option("--requests", type=click.IntRange(2), help="Conversations to serve. [default: 16, interpreted: 3]")
 @click.option("--turns", type=click.IntRange(1), help="Turns of each. [default: 2, interpreted: 1]")
 @click.option("--new-tokens", type=click.IntRange(2), help="Tokens per answer. [default: 24, interpreted: 20]")
 @click.option(
@@ -104,7 +104,7 @@ def demo(
     if device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("--device cuda must be on a machine with a CUDA GPU, got one without")
     count, turns, new_tokens = (
-        requests or (4 if interpreted else 16),
+        requests or (3 if interpreted else 16),
         turns or (1 if interpreted else 2),
         new_tokens or (20 if interpreted else 24),
     )
