@@ -62,25 +62,13 @@ class TransformersCanary:
 
     @property
     def manager(self) -> CanaryManager:
-        """The canary of the newest cache.
-
-        Raises:
-            RuntimeError: the engine has not made its cache yet.
-        """
-        if not self._sessions:
-            raise RuntimeError("kv-canary: transformers adapter: manager must be asked for once the cache exists")
-        return self._sessions[-1].manager
+        """The canary of the newest cache; RuntimeError where the engine has not made one yet."""
+        return self._newest().manager
 
     @property
     def layout(self) -> Layout:
-        """Where the newest cache keeps what.
-
-        Raises:
-            RuntimeError: the engine has not made its cache yet.
-        """
-        if not self._sessions:
-            raise RuntimeError("kv-canary: transformers adapter: layout must be asked for once the cache exists")
-        return self._sessions[-1].layout
+        """Where the newest cache keeps what; RuntimeError where the engine has not made one yet."""
+        return self._newest().layout
 
     @property
     def reports(self) -> list[ViolationReport]:
@@ -124,6 +112,11 @@ class TransformersCanary:
         self._patches.undo_all()
         for session in self._sessions:
             session.detach()
+
+    def _newest(self) -> _Session:
+        if not self._sessions:
+            raise RuntimeError("kv-canary: transformers adapter: the cache must exist by now, got none yet")
+        return self._sessions[-1]
 
     def _watch_model(self, model: Any) -> None:
         def make(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -320,3 +320,12 @@ def test_in_raise_mode_generate_batch_raises_what_a_forward_found(monkeypatch: p
         generate(model, prompts)
     assert all(report.reasons == ("K",) for report in caught.value.reports)
     assert canary.summary().violations == caught.value.total > 0
+
+
+def test_asking_for_the_canary_of_a_cache_that_is_not_there_is_misuse() -> None:
+    canary = kv_canary.install(make_model("llama"))
+    for name in ("manager", "layout"):
+        with pytest.raises(RuntimeError, match="the cache must exist by now"):
+            getattr(canary, name)
+    assert canary.summary().status == "disabled"
+    canary.uninstall()
