@@ -48,9 +48,10 @@ def _kept_blocks(start, prefix, stride, step):
     """For a non-empty strided request: its first kept block, how many it keeps, entries cut off in front and behind
     by [start, prefix), and whether the last position must be added because its block is not kept."""
     n = tl.maximum(stride, 1)
-    # Blocks b with b mod n = -step mod n are kept.
-    wanted = (-step) % n
-    wanted = tl.where(wanted < 0, wanted + n, wanted)
+    # Blocks b with b mod n = -step mod n are kept; -step itself may not fit 64 bits.
+    ahead = step % n
+    ahead = tl.where(ahead < 0, ahead + n, ahead)
+    wanted = tl.where(ahead == 0, 0, n - ahead)
     first_block = start // _STRIDE_BLOCK
     last_block = (prefix - 1) // _STRIDE_BLOCK
     skip = wanted - first_block % n

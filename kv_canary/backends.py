@@ -1,7 +1,8 @@
 """The backend switch: which implementation of an op a call gets.
 
 `reference` is pure PyTorch, slow and readable; `triton` is for production, on a GPU or, with TRITON_INTERPRET=1, in
-Triton's interpreter; `auto` is Triton on a GPU and the reference elsewhere. Implementations are imported on first use.
+Triton's interpreter; `auto` is Triton on a GPU and the reference elsewhere; `shadow` is Triton, every n-th launch of
+which the reference re-runs on a copy. Implementations are imported on first use.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from kv_canary.specs import add_spec
 from kv_canary.specs.interface import KernelSpec
 
 AUTO = "auto"
+SHADOW = "shadow"
 _PACKAGES = {"reference": "kv_canary.reference", "triton": "kv_canary.kernels"}
-BACKENDS = (*_PACKAGES, AUTO)
+BACKENDS = (*_PACKAGES, SHADOW, AUTO)
 
 Implementation = Callable[..., None]
 
@@ -45,7 +47,7 @@ def active_backend() -> str | None:
 
 
 def select_backend(backend: str | None, device: torch.device) -> str:
-    """Return "reference" or "triton": by argument, else `use_backend`, else KV_CANARY_BACKEND, else auto.
+    """Return "reference", "triton" or "shadow": by argument, else `use_backend`, else KV_CANARY_BACKEND, else auto.
 
     Raises:
         ValueError: the name is unknown, or Triton cannot run on `device`.
@@ -58,8 +60,8 @@ def select_backend(backend: str | None, device: torch.device) -> str:
         chosen = _check(os.environ.get("KV_CANARY_BACKEND", AUTO), "backend switch", "KV_CANARY_BACKEND")
     if chosen == AUTO:
         return "triton" if device.type == "cuda" else "reference"
-    if chosen == "triton" and device.type != "cuda" and not interpreting():
-        expected = "on a GPU for backend=triton, or TRITON_INTERPRET=1 set before its first use"
+    if chosen != "reference" and device.type != "cuda" and not interpreting():
+        expected = f"on a GPU for backend={chosen}, or TRITON_INTERPRET=1 set before its first use"
         raise ValueError(must_be("backend switch", "tensors", expected, str(device)))
     return chosen
 
@@ -70,7 +72,12 @@ def interpreting() -> bool:
 
 
 def implementation(op: str, backend: str) -> Implementation:
-    """Return the function that implements `op` in "reference" or "triton"."""
+    """Return the function that implements `op` in "reference", "triton" or "shadow"."""
+    if backend == SHADOW:
+        # Made of the other two, which may change: made anew for each caller.
+        from kv_canary.difftest.shadow import shadowed
+
+        return shadowed(op)
     key = (op, backend)
     if key not in _implementations:
         name = f"{_PACKAGES[backend]}.{op}"

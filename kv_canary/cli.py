@@ -13,7 +13,21 @@ from kv_canary import __version__
 from kv_canary.backends import BACKENDS
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """The commands here, and `difftest`, which is imported when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), "difftest"])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "difftest":
+            from kv_canary.difftest.cli import difftest
+
+            return difftest
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kv-canary")
 @click.option("-v", "--verbose", is_flag=True, help="Log what the canary does.")
 def main(verbose: bool) -> None:
@@ -22,7 +36,8 @@ def main(verbose: bool) -> None:
     kv-canary keeps a 32-byte record beside every KV slot and verifies the records around every forward, so that a
     request that reads another one's KV is seen at the forward in which it happens.
 
-    Start with `kv-canary demo`. Exit codes: 0 clean, 1 something was found, 2 misuse.
+    Start with `kv-canary demo`; who writes kernels starts with `kv-canary difftest`.
+    Exit codes: 0 clean, 1 something was found, 2 misuse.
     """
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"

@@ -53,7 +53,8 @@ def plan(
     position = start[request] + torch.arange(len(request), device=rows.device) - before[request]
     if strides is not None and step is not None:
         n = strides[request].clamp(min=1)
-        keep = (position // STRIDE_BLOCK) % n == (-step) % n
+        # The block's remainder that makes block + step a multiple of n; -step itself may not fit 64 bits.
+        keep = (position // STRIDE_BLOCK) % n == (n - step % n) % n
         keep |= position == prefix[request] - 1
         request, position = request[keep], position[keep]
     requested = len(request)

@@ -14,18 +14,16 @@ from hypothesis import strategies as st
 
 from kv_canary.backends import implementation
 from kv_canary.constants import ANCHOR, to_signed
+from kv_canary.difftest.features import GIANT
+from kv_canary.difftest.hostile import HOSTILE, INT64_MAX, INT64_MIN
+from kv_canary.difftest.memory import sparse_storage
 from kv_canary.specs.structures import Endpoint, KvSource, ViolationLog, WritePlan
 
-INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
-
 # Just below, at and just above the tiles of the kernels and the blocks of a strided plan.
-TILE_EDGES = (15, 16, 17, 31, 32, 33, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1024, 1025)
-# Values that no table should hold.
-HOSTILE = (-1, -2, -3, 1 << 31, (1 << 31) - 1, 1 << 32, (1 << 40) + 7, INT64_MAX, INT64_MIN)
-HOSTILE_32 = (-1, -2, -(1 << 31), (1 << 31) - 1, 1 << 24)
+TILE_EDGES = (15, 16, 17, 31, 32, 33, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1024, 1025, 2049)
 
 seeds = st.integers(0, 2**32 - 1)
-steps = st.one_of(st.integers(0, 100), st.sampled_from([(1 << 39) - 1, 1 << 39, (1 << 62) + 5]))
+steps = st.one_of(st.integers(0, 100), st.sampled_from([(1 << 39) - 1, 1 << 39, (1 << 62) + 5, INT64_MIN]))
 owner_numbers = st.one_of(st.integers(0, 20), st.sampled_from([(1 << 24) - 1, 1 << 24, (1 << 24) + 3, INT64_MAX, -1]))
 
 
@@ -36,7 +34,7 @@ def lengths(*, longest: int = 1025) -> st.SearchStrategy[int]:
 
 def batch_sizes() -> st.SearchStrategy[int]:
     """Mostly a handful of requests, sometimes none, rarely more than one block of them."""
-    return st.one_of(st.integers(0, 6), st.integers(0, 6), st.sampled_from([0, 1, 17, 255, 256, 257]))
+    return st.one_of(st.integers(0, 6), st.integers(0, 6), st.sampled_from([0, 1, 1, 17, 255, 256, 257, 257, 300]))
 
 
 def int64(values: Any) -> torch.Tensor:
@@ -53,8 +51,15 @@ def replace_some(draw: Any, values: list[int], hostile: tuple[int, ...] = HOSTIL
     return values
 
 
-def strided_rows(draw: Any, tensor: torch.Tensor, *, multiple: int = 1) -> torch.Tensor:
-    """Return `tensor` [n, m], perhaps as a view whose rows lie further apart."""
+def draw_giant(draw: Any, giant: bool | None) -> bool:
+    """Whether a case gets rows so far apart that 32 bits do not hold every offset: rarely, or as `giant` says."""
+    return draw(st.sampled_from([False] * 24 + [True])) if giant is None else giant
+
+
+def strided_rows(draw: Any, tensor: torch.Tensor, *, multiple: int = 1, giant: bool = False) -> torch.Tensor:
+    """Return `tensor` [n, m], perhaps as a view whose rows lie further apart, or `giant` far apart."""
+    if giant and tensor.shape[0] > 1:
+        return _far_apart(draw, tensor, multiple=multiple)
     gap = draw(st.sampled_from([0, 0, multiple, 3 * multiple]))
     wide = torch.zeros(tensor.shape[0], tensor.shape[1] + gap, dtype=tensor.dtype)
     view = wide[:, : tensor.shape[1]]
@@ -62,23 +67,46 @@ def strided_rows(draw: Any, tensor: torch.Tensor, *, multiple: int = 1) -> torch
     return view
 
 
+def _far_apart(draw: Any, tensor: torch.Tensor, *, multiple: int) -> torch.Tensor:
+    """Return `tensor` [n, m] with more than 2**31 elements between its first row and its last; few take memory."""
+    num_rows, length = tensor.shape
+    apart = GIANT // (num_rows - 1) // multiple + 1 + draw(st.sampled_from([0, 1, 5]))
+    stride = max(apart, -(-length // multiple)) * multiple
+    whole = sparse_storage(((num_rows - 1) * stride + length) * tensor.element_size()).view(tensor.dtype)
+    return whole.as_strided((num_rows, length), (stride, 1)).copy_(tensor)
+
+
 @st.composite
-def kv_sources(draw: Any, num_slots: int) -> KvSource:
-    """A source of any geometry, which covers all slots or, rarely, is a row too short."""
+def kv_sources(draw: Any, num_slots: int, *, short: bool = True, giant: bool = False) -> KvSource:
+    """A source of any geometry, which covers all slots or, rarely, if it may be `short`, is a row too short.
+
+    A `giant` one has rows so far apart that 32 bits do not hold every offset, if it has several.
+    """
     page_size = draw(st.sampled_from([1, 1, 2, 3, 16]))
-    bytes_per_token = draw(st.sampled_from([1, 4, 8, 12, 16, 24, 40, 73, 128, 584]))
-    read_bytes = draw(st.sampled_from([1, 3, 8, 16, 16, 20, 64, bytes_per_token, 2 * bytes_per_token]))
-    offset_bytes, phase = draw(st.sampled_from([0, 0, 1, 4, 8])), draw(st.sampled_from([0, 0, 1, 2, 4]))
+    # Half of them have all their words aligned: everything is a multiple of eight bytes.
+    unit = draw(st.sampled_from([1, 8]))
+    bytes_per_token = draw(st.sampled_from([1, 4, 8, 12, 16, 24, 40, 73, 128, 584] if unit == 1 else [8, 24, 128, 584]))
+    reads = [1, 3, 8, 16, 16, 20, 64] if unit == 1 else [8, 16, 64]
+    read_bytes = draw(st.sampled_from([*reads, bytes_per_token, 2 * bytes_per_token]))
+    offset_bytes = draw(st.sampled_from([0, 0, 1, 4, 8] if unit == 1 else [0, 8]))
+    phase = draw(st.sampled_from([0, 0, 1, 2, 4] if unit == 1 else [0]))
     slot_bias = draw(st.integers(0, 1))
     num_layers = draw(st.integers(1, 3))
-    num_rows = max(1, -(-(num_slots - slot_bias) // page_size) - draw(st.sampled_from([0, 0, 0, 1])))
-    row_bytes = offset_bytes + page_size * bytes_per_token + draw(st.sampled_from([0, 0, 3, 8]))
-    row_stride = row_bytes + draw(st.sampled_from([0, 0, 5, 16]))
+    missing = draw(st.sampled_from([0, 0, 0, 1])) if short else 0
+    num_rows = max(1, -(-(num_slots - slot_bias) // page_size) - missing)
+    row_bytes = offset_bytes + page_size * bytes_per_token + draw(st.sampled_from([0, 0, 3 * unit, 8]))
+    row_stride = row_bytes + draw(st.sampled_from([0, 0, 5 * unit, 16]))
     rng = np.random.default_rng(draw(seeds))
     layers = []
     for _ in range(num_layers):
-        raw = torch.from_numpy(rng.integers(0, 256, phase + num_rows * row_stride, dtype=np.uint8))
+        if giant and num_rows > 1:
+            row_stride = max(row_stride, (GIANT // (num_rows - 1) // unit + 1) * unit)
+            raw = sparse_storage(phase + num_rows * row_stride)
+        else:
+            raw = torch.from_numpy(rng.integers(0, 256, phase + num_rows * row_stride, dtype=np.uint8))
         layers.append(raw.as_strided((num_rows, row_bytes), (row_stride, 1), phase))
+        if giant:
+            layers[-1].copy_(torch.from_numpy(rng.integers(0, 256, (num_rows, row_bytes), dtype=np.uint8)))
     return KvSource(
         layers=tuple(layers),
         page_size=page_size,
@@ -119,13 +147,16 @@ class World:
 
 
 @st.composite
-def worlds(draw: Any, *, longest: int = 257, tag: int = 0) -> World:
+def worlds(draw: Any, *, longest: int = 257, tag: int = 0, giant: bool = False) -> World:
     """A pool with some requests cached in it, their records written by the reference.
 
-    Requests may share a prefix; slots come in pages, in random order; some slots are free.
+    Requests may share a prefix; slots come in pages, in random order; some slots are free. In a `giant` world records
+    or sources have rows so far apart that 32 bits do not hold every offset.
     """
+    if giant:
+        longest = min(longest, 129)
     rng = np.random.default_rng(draw(seeds))
-    count = draw(st.integers(0, 5))
+    count = draw(st.one_of(st.just(1), st.integers(0, 5)))
     lens = [draw(lengths(longest=longest)) for _ in range(count)]
     page = draw(st.sampled_from([1, 1, 4, 16]))
     num_rows = count + 1 + draw(st.integers(0, 2))
@@ -152,10 +183,17 @@ def worlds(draw: Any, *, longest: int = 257, tag: int = 0) -> World:
         slots[rows[1], :shared] = slots[rows[0], :shared]
         tokens[rows[1], :shared] = tokens[rows[0], :shared]
         owners[1] = owners[0]
-    sources = [draw(st.one_of(st.none(), kv_sources(num_slots))) for _ in range(2)]
+    far = draw(st.sampled_from(["records", "k", "v"])) if giant else ""
+    sources = [
+        draw(kv_sources(num_slots, giant=True) if far == name else st.one_of(st.none(), kv_sources(num_slots)))
+        for name in ("k", "v")
+    ]
     records = torch.zeros(num_slots, 4, dtype=torch.int64)
     endpoint = Endpoint(
-        tag=tag, records=strided_rows(draw, records, multiple=4), k_source=sources[0], v_source=sources[1]
+        tag=tag,
+        records=strided_rows(draw, records, multiple=4, giant=far == "records"),
+        k_source=sources[0],
+        v_source=sources[1],
     )
     world = World(
         num_slots=num_slots,

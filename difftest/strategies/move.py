@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from kv_canary.difftest.hostile import HOSTILE
 from kv_canary.difftest.strategies.domain import (
-    HOSTILE,
     damage_records,
+    draw_giant,
     int64,
     owner_numbers,
     replace_some,
@@ -20,13 +21,14 @@ from kv_canary.difftest.strategies.domain import (
 
 
 @st.composite
-def cases(draw: Any) -> dict[str, Any]:
-    """Draw one call of move."""
-    world = draw(worlds())
+def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
+    """Draw one call of move; `giant`: whether rows span more than 2**31 elements, else rarely so."""
+    giant = draw_giant(draw, giant)
+    world = draw(worlds(giant=giant))
     rng = np.random.default_rng(world.seed)
     records = world.endpoint.records
     damage_records(draw, records)
-    n = draw(st.integers(0, min(world.num_slots, 300)))
+    n = min(draw(st.one_of(st.integers(0, 40), st.sampled_from([255, 256, 257, 300]))), world.num_slots)
     src = [int(s) for s in rng.integers(0, world.num_slots, n)]
     dst = [int(s) for s in rng.permutation(world.num_slots)[:n]]
     if draw(st.booleans()):

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from kv_canary.difftest.hostile import HOSTILE, HOSTILE_32
 from kv_canary.difftest.strategies.domain import (
-    HOSTILE,
-    HOSTILE_32,
     batch_sizes,
+    draw_giant,
     int64,
     lengths,
     owner_numbers,
@@ -24,21 +24,29 @@ from kv_canary.specs.structures import VerifyPlan, WritePlan
 
 
 @st.composite
-def cases(draw: Any) -> dict[str, Any]:
-    """Draw one call of plan."""
+def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
+    """Draw one call of plan; `giant`: whether rows span more than 2**31 elements, else rarely so."""
+    giant = draw_giant(draw, giant)
     hostile = draw(st.booleans())
     rng = np.random.default_rng(draw(seeds))
     bs = draw(batch_sizes())
-    width = max(1, draw(lengths()))
-    short = st.integers(0, width) if bs > 20 else st.one_of(st.integers(0, width), st.just(width))
+    width = max(1, draw(st.sampled_from([257, 513, 600]) if bs == 1 and draw(st.booleans()) else lengths()))
+    short = st.integers(0, width) if bs > 20 else st.one_of(st.just(width), st.integers(0, width), st.just(width))
     prefix = [draw(short) for _ in range(min(bs, 20))]
     prefix += [int(p) for p in rng.integers(0, min(width, 20) + 1, bs - len(prefix))]
-    kind = draw(st.sampled_from(["decode", "extend", "mixed"]))
-    extend = [1] * bs if kind == "decode" else [int(e) for e in rng.integers(0 if kind == "mixed" else 1, 40, bs)]
+    kind = draw(st.sampled_from(["decode", "extend", "mixed", "fresh", "continued"]))
+    if kind == "fresh":
+        prefix = [0] * bs
+    if kind in ("decode", "continued"):
+        prefix = [max(p, 1) for p in prefix]
+    extend = [1] * bs if kind == "decode" else [int(e) for e in rng.integers(0 if kind == "mixed" else 2, 40, bs)]
     num_rows = bs + 1 + draw(st.integers(0, 2))
     rows = [int(r) for r in rng.permutation(np.arange(1, num_rows))[:bs]]
-    for _ in range(draw(st.integers(0, 2)) if bs else 0):
+    for _ in range(draw(st.integers(0, 2)) if bs > 1 else 0):
         rows[draw(st.integers(0, bs - 1))] = 0
+    if draw(st.sampled_from([False] * (9 if bs <= 20 else 2) + [True])):
+        # A captured graph that is replayed for nobody.
+        rows = [0] * bs
     num_slots = draw(st.sampled_from([1, 40, 5000]))
     table = rng.integers(0, num_slots, (num_rows, width), dtype=np.int32)
 
@@ -58,13 +66,15 @@ def cases(draw: Any) -> dict[str, Any]:
             for _ in range(draw(st.integers(0, 3))):
                 lut[draw(st.integers(0, num_slots - 1))] = draw(st.sampled_from(HOSTILE))
 
+    owners = [draw(owner_numbers) for _ in range(min(bs, 20))]
+    owners += [int(n) for n in rng.integers(0, 1 << 25, bs - len(owners))]
     arguments: dict[str, Any] = {
         "rows": int64(rows),
-        "owners": int64(draw(owner_numbers) for _ in range(bs)) if bs <= 20 and draw(st.booleans()) else None,
+        "owners": int64(owners) if draw(st.booleans()) else None,
         "prefix_lens": int64(prefix),
         "extend_lens": int64(extend),
-        "req_to_token": strided_rows(draw, torch.from_numpy(table)),
-        "window": draw(st.sampled_from([0, 0, 1, 2, 15, 16, 31, 127, 128, 1023])),
+        "req_to_token": strided_rows(draw, torch.from_numpy(table), giant=giant),
+        "window": draw(st.sampled_from([0, 0, 0, 0, 1, 2, 15, 16, 31, 127, 128, 1023, 1023])),
         "after_write": draw(st.booleans()),
         "lut": None if lut is None else torch.from_numpy(lut.astype(np.int64)),
     }
@@ -78,7 +88,8 @@ def cases(draw: Any) -> dict[str, Any]:
         strides = [int(n) for n in rng.integers(1, 6, bs)]
         arguments["strides"] = int64(replace_some(draw, strides) if hostile else strides)
         arguments["step"] = int64([draw(st.one_of(steps, st.just(-3)))])
-    capacity = draw(st.one_of(st.just(sum(p for p in prefix if 0 <= p <= width)), st.integers(0, 300)))
+    enough = sum(p for p in prefix if 0 <= p <= width)
+    capacity = draw(st.one_of(st.just(enough), st.just(enough), st.integers(0, 300)))
     write_cap = bs + draw(st.integers(0, 2))
     return {
         **arguments,

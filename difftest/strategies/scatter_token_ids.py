@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from kv_canary.difftest.strategies.domain import strided_rows
+from kv_canary.difftest.strategies.domain import draw_giant, strided_rows
 from kv_canary.difftest.strategies.segments import segments
 
 
 @st.composite
-def cases(draw: Any) -> dict[str, Any]:
-    """Draw one call of scatter_token_ids."""
+def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
+    """Draw one call of scatter_token_ids; `giant`: whether rows span more than 2**31 elements, else rarely so."""
+    giant = draw_giant(draw, giant)
     drawn = draw(segments())
     tensors = drawn["tensors"]
     if draw(st.booleans()):
@@ -23,6 +24,6 @@ def cases(draw: Any) -> dict[str, Any]:
     pool = rng.integers(-5, 1 << 17, (drawn["num_rows"], drawn["max_len"]), dtype=np.int32)
     return {
         **tensors,
-        "pool": strided_rows(draw, torch.from_numpy(pool)),
+        "pool": strided_rows(draw, torch.from_numpy(pool), giant=giant),
         "status": torch.zeros(1, dtype=torch.int32),
     }

@@ -7,18 +7,19 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from kv_canary.difftest.strategies.domain import HOSTILE, int64, lengths, replace_some, seeds
+from kv_canary.difftest.hostile import HOSTILE
+from kv_canary.difftest.strategies.domain import int64, lengths, replace_some, seeds
 
 
 @st.composite
 def segments(draw: Any) -> dict[str, Any]:
     """Draw `num_rows`, `max_len` and the tensors flat, offsets, rows, starts; hostile ones half of the time."""
     rng = np.random.default_rng(draw(seeds))
-    bs = draw(st.integers(0, 8))
-    lens = [draw(lengths()) for _ in range(bs)]
+    bs = draw(st.one_of(st.just(1), st.integers(0, 8)))
+    lens = [draw(lengths(longest=2049)) for _ in range(bs)]
     num_rows = bs + 1 + draw(st.integers(0, 2))
     rows = [int(r) for r in rng.permutation(np.arange(1, num_rows))[:bs]]
-    for _ in range(draw(st.integers(0, 2)) if bs else 0):
+    for _ in range(draw(st.integers(0, 2)) if bs > 1 else 0):
         rows[draw(st.integers(0, bs - 1))] = 0
     max_len = max(1, draw(lengths()))
     starts = [0 if rng.random() < 0.5 else int(rng.integers(0, max_len + 3)) for _ in range(bs)]

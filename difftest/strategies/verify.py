@@ -9,11 +9,12 @@ import torch
 from hypothesis import strategies as st
 
 from kv_canary.constants import HEAD_OF_CHAIN, UNCHECKED, Tag
+from kv_canary.difftest.hostile import HOSTILE
 from kv_canary.difftest.strategies.domain import (
-    HOSTILE,
     World,
     damage_bytes,
     damage_records,
+    draw_giant,
     int64,
     replace_some,
     steps,
@@ -40,9 +41,10 @@ def plan_world(world: World, *, first: dict[int, int] | None = None) -> dict[str
 
 
 @st.composite
-def cases(draw: Any) -> dict[str, Any]:
-    """Draw one call of verify."""
-    world = draw(worlds(tag=int(draw(st.sampled_from(list(Tag))))))
+def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
+    """Draw one call of verify; `giant`: whether rows span more than 2**31 elements, else rarely so."""
+    giant = draw_giant(draw, giant)
+    world = draw(worlds(tag=int(draw(st.sampled_from(list(Tag)))), giant=giant))
     rng = np.random.default_rng(world.seed)
     entries = plan_world(world, first={r: draw(st.sampled_from([0, 0, 1, 16])) for r in world.rows})
     n = len(entries["slots"])
@@ -54,6 +56,7 @@ def cases(draw: Any) -> dict[str, Any]:
     if draw(st.booleans()):
         # Entries an engine would never ask for: other slots, positions and tokens, and values out of any range.
         odd = (*HOSTILE, 0, 1, world.num_slots - 1, world.num_slots, world.num_slots + 1)
+        entries["slots"] = replace_some(draw, entries["slots"], (0,), most=1)
         for name in ("slots", "prev_slots", "positions", "tokens"):
             entries[name] = replace_some(draw, entries[name], odd)
         entries["rows"] = replace_some(draw, entries["rows"], (-1, 0, world.num_rows, (1 << 31) - 1, -(1 << 31)))

@@ -10,9 +10,10 @@ import torch
 from hypothesis import strategies as st
 
 from kv_canary.constants import ANCHOR, HEAD_OF_CHAIN, Tag
+from kv_canary.difftest.hostile import HOSTILE
 from kv_canary.difftest.strategies.domain import (
-    HOSTILE,
     damage_records,
+    draw_giant,
     int64,
     lengths,
     owner_numbers,
@@ -25,18 +26,22 @@ from kv_canary.specs.structures import WritePlan
 
 
 @st.composite
-def cases(draw: Any) -> dict[str, Any]:
-    """Draw one call of write."""
-    world = draw(worlds(longest=129, tag=int(draw(st.sampled_from(list(Tag))))))
+def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
+    """Draw one call of write; `giant`: whether rows span more than 2**31 elements, else rarely so."""
+    giant = draw_giant(draw, giant)
+    world = draw(worlds(longest=129, tag=int(draw(st.sampled_from(list(Tag)))), giant=giant))
     rng = np.random.default_rng(world.seed)
     hostile = draw(st.booleans())
     rows = list(world.rows)
     prefix = list(world.lengths)
     fresh = [r for r in range(1, world.num_rows) if r not in rows]
-    if fresh and draw(st.booleans()):
+    kind = draw(st.sampled_from(["mixed", "mixed", "decode", "fresh"]))
+    if kind == "fresh":
+        rows, prefix = fresh, [0] * len(fresh)
+    elif kind == "mixed" and fresh and draw(st.booleans()):
         rows.append(fresh[0])
         prefix.append(0)
-    extend = [draw(st.one_of(st.just(1), lengths(longest=1025))) for _ in rows]
+    extend = [1 if kind == "decode" else draw(st.one_of(st.just(1), lengths(longest=1025))) for _ in rows]
     for _ in range(draw(st.integers(0, 1)) if rows else 0):
         rows[draw(st.integers(0, len(rows) - 1))] = 0
     seeds_ = [
@@ -50,6 +55,7 @@ def cases(draw: Any) -> dict[str, Any]:
     # Distinct slots, free or cached ones; what the pool cannot hold goes to the padding slot.
     free = [int(s) for s in rng.permutation(world.num_slots - 1)[:num_tokens] + 1] if world.num_slots > 1 else []
     slots = free + [0] * (num_tokens - len(free))
+    slots = replace_some(draw, slots, (0,))
     tails = world.tails.clone()
     owners = [draw(owner_numbers) for _ in rows]
     damage_records(draw, world.endpoint.records)

@@ -94,12 +94,13 @@ ArgumentSpec = TensorSpec | TensorsSpec | StructSpec | ScalarSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One tensor inside the arguments of a call. `spec` is None for the KV bytes of a source."""
+    """One tensor inside the arguments of a call. KV bytes have a `source`, their `KvSource`, and no `spec`."""
 
     path: str
     tensor: torch.Tensor
     role: Role
     spec: TensorSpec | None
+    source: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +328,7 @@ def _leaves(name: str, spec: ArgumentSpec, value: Any) -> Iterator[Leaf]:
                 yield Leaf(path=path, tensor=inner, role=spec.role, spec=field.metadata["spec"])
             elif _is_source(inner):
                 for i, layer in enumerate(inner.layers):
-                    yield Leaf(path=f"{path}.layers[{i}]", tensor=layer, role="in", spec=None)
+                    yield Leaf(path=f"{path}.layers[{i}]", tensor=layer, role="in", spec=None, source=inner)
 
 
 def _map(name: str, spec: ArgumentSpec, value: Any, fn: Callable[[Leaf], torch.Tensor]) -> Any:

@@ -1,0 +1,461 @@
+"""`kv-canary difftest`: fuzz kernels against their references. Exit codes: 0 clean, 1 something found, 2 misuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kv_canary.difftest.mutants_cli import mutants
+
+if TYPE_CHECKING:
+    from kv_canary.difftest.campaign import Campaign, CampaignResult
+    from kv_canary.difftest.casefile import CaseFile
+
+DEVICES = click.Choice(["cpu", "cuda"])
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+OUT_FILE = click.Path(dir_okay=False, path_type=Path)
+
+device_option = click.option(
+    "--device", type=DEVICES, default="cpu", show_default=True, help="Where Triton runs; cpu: in its interpreter."
+)
+imports_option = click.option(
+    "--import", "imports", multiple=True, metavar="FILE|MODULE", help="Import this first: it registers ops of its own."
+)
+plant_option = click.option("--plant", metavar="NAME", help="Run with a planted bug; see `kv-canary difftest planted`.")
+
+
+@click.group()
+def difftest() -> None:
+    """Prove that kernels equal their references, byte for byte.
+
+    Every registered op is put through the same checks over generated calls: equal bytes of every output, guard zones
+    around every tensor, inputs unchanged, the same result again, CUDA-graph replay equal to eager (on a GPU), misuse
+    refused, a saved call equal to itself once loaded. What fails is shrunk and saved as ONE file, and the line that
+    replays it is printed.
+
+    \b
+    Start with:
+      kv-canary difftest run
+      kv-canary difftest fuzz --minutes 5
+    """
+
+
+def campaign_options(command: Any) -> Any:
+    """The options that `run` and `fuzz` share."""
+    for option in reversed(
+        [
+            click.option("--op", "ops", multiple=True, metavar="NAME", help="Only this op; may be repeated."),
+            device_option,
+            click.option(
+                "--jobs", type=click.IntRange(1), default=os.cpu_count(), show_default="cores", help="Parallel jobs."
+            ),
+            click.option("--seed", type=int, default=0, show_default=True, help="Of everything that is drawn."),
+            click.option(
+                "--database",
+                "databases",
+                multiple=True,
+                metavar="WHERE",
+                help="Hypothesis database to share examples through: a folder, dir:PATH, redis://HOST[:PORT][/DB], "
+                "github:OWNER/REPO, each with ro: in front for reading only; may be repeated.",
+            ),
+            click.option(
+                "--findings",
+                type=click.Path(file_okay=False, path_type=Path),
+                default=Path("findings"),
+                show_default=True,
+                help="Folder for what is found.",
+            ),
+            click.option("--max-findings", type=click.IntRange(0), default=0, help="Stop after that many; 0: never."),
+            imports_option,
+            plant_option,
+            click.option("--coverage", is_flag=True, help="Print every pair of features with its count of cases."),
+            click.option("--json", "json_path", type=OUT_FILE, help="Write the facts here, for a machine."),
+            click.option("--junit", "junit_path", type=OUT_FILE, help="Write JUnit XML here, for a CI system."),
+            click.option("--commit", default="unknown", help="The commit under test, for --json."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+@difftest.command()
+@click.option("--examples", type=click.IntRange(1), default=200, show_default=True, help="Cases of each op.")
+@campaign_options
+def run(examples: int, **options: Any) -> None:
+    """Check every op (or some) over a fixed number of generated calls.
+
+    The same seed draws the same calls. Use it before a commit; use `fuzz` to look further.
+
+    \b
+    Examples:
+      kv-canary difftest run
+      kv-canary difftest run --op verify --examples 1000
+      kv-canary difftest run --device cuda --junit difftest.xml
+      kv-canary difftest run --import examples/your_own_kernel.py --op paged_gather
+    """
+    _campaign(examples=examples, minutes=None, **options)
+
+
+@difftest.command()
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True)
+@campaign_options
+def fuzz(minutes: float, **options: Any) -> None:
+    """Look for a difference until the time is up, in parallel jobs.
+
+    Jobs go round all ops, and round histories of a whole engine. Findings are shrunk and saved at once, so Ctrl-C
+    loses nothing. A kernel that crashes or hangs its process is a finding as well.
+
+    \b
+    Examples:
+      kv-canary difftest fuzz --minutes 30 --jobs 8 --seed 7
+      kv-canary difftest fuzz --device cuda --minutes 8
+      kv-canary difftest fuzz --database .hypothesis/examples --database ro:redis://fuzz-db:6379/0
+    """
+    _campaign(examples=None, minutes=minutes, **options)
+
+
+@difftest.command()
+@click.argument("file", type=FILE)
+@device_option
+@plant_option
+@click.option("--most", type=click.IntRange(1), default=20, show_default=True, help="Differences to show.")
+@click.option("--trace/--no-trace", default=True, help="Find which program wrote what differs, in the interpreter.")
+@click.option("--json", "as_json", is_flag=True, help="Print for a machine.")
+def replay(file: Path, device: str, plant: str | None, most: int, trace: bool, as_json: bool) -> None:
+    """Run a saved case again, and say what differs: which record, which field, both values, which program.
+
+    Exit code 0 where it no longer fails, 1 where it does.
+
+    \b
+    Example:
+      kv-canary difftest replay findings/verify-triton-bytes_differ-counters.kvcase
+    """
+    from rich.console import Console
+
+    from kv_canary.difftest.present import show_replay
+    from kv_canary.difftest.replaying import replay_case
+
+    case = _load(file)
+    result = replay_case(case, device=device, plant=plant, most=most, trace=trace)
+    if as_json:
+        click.echo(json.dumps(result.as_dict(), indent=2))
+    else:
+        show_replay(Console(), case, result)
+    raise SystemExit(1 if result.mismatch is not None else 0)
+
+
+@difftest.command()
+@click.argument("file", type=FILE)
+@click.option("--output", "-o", type=OUT_FILE, help="Where the smaller case goes. [default: FILE.min.kvcase]")
+@device_option
+@plant_option
+@click.option("--max-tries", type=click.IntRange(1), default=5000, show_default=True, help="Stop after that many runs.")
+def minimize(file: Path, output: Path | None, device: str, plant: str | None, max_tries: int) -> None:
+    """Make a saved case smaller while it still fails in the same way.
+
+    Works on any failing call, also on one saved from production by the shadow backend: requests, entries and layers
+    are taken away and contents zeroed for as long as the failure stays. Ctrl-C keeps the smallest so far.
+
+    \b
+    Example:
+      kv-canary difftest minimize findings/big.kvcase -o small.kvcase
+    """
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from kv_canary.difftest.casefile import SUFFIX, save
+    from kv_canary.difftest.replaying import minimize_case
+
+    case = _load(file)
+    output = output or file.with_name(f"{file.stem}.min{SUFFIX}")
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as progress:
+        task = progress.add_task(f"minimize {file.name}", total=None)
+
+        def on_progress(tries: int, size: int) -> None:
+            progress.update(task, description=f"minimize {file.name}: {tries} runs, {size} elements left")
+
+        smaller = minimize_case(case, device=device, plant=plant, max_tries=max_tries, on_progress=on_progress)
+    if smaller is None:
+        click.echo(f"{file} does not fail here, so there is nothing to minimize")
+        raise SystemExit(0)
+    save(smaller, output)
+    click.echo(f"{smaller.says}\nreplay it with: {_replay_line(output, smaller.imports, device, plant)}")
+    raise SystemExit(1)
+
+
+@difftest.group()
+def corpus() -> None:
+    """The calls that once failed, kept in the repository and replayed by every test run."""
+
+
+@corpus.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print for a machine.")
+def list_corpus(as_json: bool) -> None:
+    """List the corpus: what each call is of, and how it failed."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from kv_canary.difftest.casefile import load
+    from kv_canary.difftest.corpus import entries
+
+    files = {path: load(path) for path in entries()}
+    if as_json:
+        click.echo(json.dumps([{"file": str(p), "op": f.op, "says": f.says} for p, f in files.items()], indent=2))
+        return
+    table = Table("case", "op", "what it was")
+    for path, file in files.items():
+        table.add_row(path.stem, file.op, file.says)
+    Console().print(table)
+
+
+@corpus.command("add")
+@click.argument("file", type=FILE)
+@click.option("--name", help="Name in the corpus. [default: the file's]")
+def add_to_corpus(file: Path, name: str | None) -> None:
+    """Put a case into the corpus; minimize it first."""
+    from kv_canary.difftest.corpus import add
+
+    _load(file)
+    try:
+        click.echo(f"added {add(file, name=name)}")
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+difftest.add_command(mutants)
+
+
+@difftest.command("planted")
+@click.option("--name", "names", multiple=True, metavar="NAME", help="Only this bug; may be repeated.")
+@click.option("--list", "only_list", is_flag=True, help="List the bugs, and stop.")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Campaigns for each bug.")
+@click.option("--limit", type=click.FloatRange(min=1), default=60.0, show_default=True, help="Seconds to find it in.")
+@device_option
+@click.option("--jobs", type=click.IntRange(1), default=os.cpu_count(), show_default="cores", help="Parallel jobs.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the first campaign; the next ones count up.")
+@click.option(
+    "--findings",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("findings"),
+    show_default=True,
+    help="Folder for what is found.",
+)
+@click.option("--json", "json_path", type=OUT_FILE, help="Write the facts here, for a machine.")
+@click.option("--commit", default="unknown", help="The commit under test, for --json.")
+def planted_bugs(names: tuple[str, ...], only_list: bool, json_path: Path | None, commit: str, **options: Any) -> None:
+    """Score the fuzzer: plant a known bug, fuzz every op, and time what is found first.
+
+    Exit code 0 where every campaign found its bug, 1 where one did not.
+
+    \b
+    Examples:
+      kv-canary difftest planted --list
+      kv-canary difftest planted --name lut-twice --repeats 5
+    """
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+
+    from kv_canary.difftest import present
+    from kv_canary.difftest.planted import PLANTED_BUGS, PlantedBug
+    from kv_canary.difftest.worker import prepare
+
+    console = Console()
+    if only_list:
+        table = Table("name", "mistake", "file", "what it shows")
+        for bug in PLANTED_BUGS:
+            table.add_row(bug.name, bug.kind, bug.file, bug.shows)
+        console.print(table)
+        return
+    from kv_canary.difftest.score import score
+
+    try:
+        prepare(options["device"])
+        limit_s = options.pop("limit")
+        with Progress(SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), transient=True) as bar:
+            task = bar.add_task("starting")
+
+            def on_change(bug: PlantedBug, repeat: int, result: CampaignResult) -> None:
+                told = f"{bug.name}, campaign {repeat + 1}: {result.cases} cases, {len(result.findings)} findings"
+                bar.update(task, description=told)
+
+            scores = score(names, limit_s=limit_s, on_change=on_change, **options)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    lines = {
+        str(s.finding.file): _replay_line(s.finding.file, (), options["device"], s.bug.name)
+        for s in scores
+        if s.finding is not None
+    }
+    present.show_scores(console, scores, lines, limit_s=limit_s)
+    if json_path is not None:
+        from kv_canary.difftest.campaign import device_name
+        from kv_canary.difftest.casefile import versions
+
+        facts = {
+            "device": device_name(options["device"]),
+            "versions": versions(),
+            "commit": commit,
+            "jobs": options["jobs"],
+            "limit_s": limit_s,
+            "planted": [s.as_dict() for s in scores],
+        }
+        json_path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    raise SystemExit(0 if all(s.found for s in scores) else 1)
+
+
+@difftest.command("sanitize")
+@click.option(
+    "--tool", "tools", type=click.Choice(["memcheck", "initcheck", "racecheck"]), multiple=True, help="[default: all]"
+)
+@click.option("--examples", type=click.IntRange(1), default=200, show_default=True, help="Calls of each op at most.")
+@click.option("--seconds", type=click.FloatRange(min=1), default=150.0, show_default=True, help="Of each tool.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the calls.")
+@click.option("--json", "json_path", type=OUT_FILE, help="Write the facts here, for a machine.")
+@click.option("--commit", default="unknown", help="The commit under test, for --json.")
+def sanitize_launches(
+    tools: tuple[str, ...], examples: int, seconds: float, seed: int, json_path: Path | None, commit: str
+) -> None:
+    """Run Triton's launches under NVIDIA's compute-sanitizer, on a GPU.
+
+    The generated calls, hostile ones among them, run natively, each tensor in an allocation of exactly its size.
+
+    \b
+    Example:
+      kv-canary difftest sanitize --tool memcheck --seconds 300
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from kv_canary.difftest.campaign import device_name
+    from kv_canary.difftest.casefile import versions
+    from kv_canary.difftest.generic import draw_cases
+    from kv_canary.difftest.sanitize import TOOLS, find_sanitizer, sanitize
+    from kv_canary.difftest.worker import prepare
+    from kv_canary.specs import all_specs
+
+    try:
+        prepare("cuda")
+        find_sanitizer()
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    drawn = {op: draw_cases(op, examples=examples, seed=seed) for op in all_specs()}
+    console, table = Console(), Table("tool", "calls", "kernel launches", "errors", "seconds")
+    results = []
+    for tool in tools or TOOLS:
+        with console.status(f"{tool}: {seconds:.0f} s"):
+            result = sanitize(tool, drawn, seconds=seconds)
+        results.append(result)
+        counts = str(sum(result.calls.values())), str(sum(result.launches.values()))
+        table.add_row(tool, *counts, str(result.errors), f"{result.seconds:.0f}")
+        if result.errors:
+            console.print(result.output, highlight=False)
+    console.print(table)
+    if json_path is not None:
+        facts = {"device": device_name("cuda"), "versions": versions(), "commit": commit, "seed": seed}
+        facts["tools"] = [result.as_dict() for result in results]
+        json_path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    raise SystemExit(1 if any(result.errors for result in results) else 0)
+
+
+def _campaign(
+    *,
+    ops: tuple[str, ...],
+    coverage: bool,
+    json_path: Path | None,
+    junit_path: Path | None,
+    commit: str,
+    **options: Any,
+) -> None:
+    from rich.console import Console
+
+    from kv_canary.difftest import present
+    from kv_canary.difftest.campaign import Campaign, run_campaign
+    from kv_canary.difftest.junit import write_junit
+    from kv_canary.difftest.worker import import_all, prepare
+
+    try:
+        prepare(options["device"])
+        import_all(options["imports"])
+        campaign = Campaign(targets=ops, **options)
+        console = Console()
+        with present.live_progress(console, campaign) as on_change:
+            result = run_campaign(campaign, on_change=on_change)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    lines = {
+        str(f.file): _replay_line(f.file, campaign.imports, campaign.device, campaign.plant)
+        for f in result.findings.values()
+    }
+    present.show_campaign(console, campaign, result, lines, all_pairs=coverage)
+    if json_path is not None:
+        json_path.write_text(json.dumps(_facts(campaign, result, lines, commit), indent=2) + "\n", encoding="utf-8")
+    if junit_path is not None:
+        write_junit(junit_path, result, replay=lines)
+    raise SystemExit(1 if result.findings or result.errors else 0)
+
+
+def _facts(campaign: Campaign, result: CampaignResult, lines: Mapping[str, str], commit: str) -> dict[str, Any]:
+    from kv_canary.difftest.campaign import device_name
+    from kv_canary.difftest.casefile import versions
+    from kv_canary.difftest.coverage import feasible_pairs
+
+    feasible = feasible_pairs()
+    return {
+        "device": device_name(campaign.device),
+        "versions": versions(),
+        "commit": commit,
+        "seed": campaign.seed,
+        "jobs": campaign.jobs,
+        "seconds": round(result.seconds, 1),
+        "interrupted": result.interrupted,
+        "cases": result.cases,
+        "cases_per_s": round(result.cases / max(result.seconds, 1e-9), 2),
+        "targets": {
+            target: {"cases": s.cases, "job_seconds": round(s.seconds, 1)} for target, s in result.stats.items()
+        },
+        "executor_restarts": result.restarts,
+        "coverage": {
+            "feasible_pairs": len(feasible),
+            "covered_pairs": len(feasible & set(result.coverage.pairs)),
+            "never_met": [" ".join(pair) for pair in result.coverage.gaps()],
+            "cases_of_feature": dict(sorted(result.coverage.features.items())),
+        },
+        "findings": [
+            {
+                "op": f.op,
+                "says": f.says,
+                "file": str(f.file),
+                "replay": lines[str(f.file)],
+                "found_after_s": round(f.found_after_s, 2),
+                "cases_before": f.cases_before,
+            }
+            for f in result.findings.values()
+        ],
+        "errors": result.errors,
+    }
+
+
+def _load(path: Path) -> CaseFile:
+    """Load a case file, with what registers its op; a bad one is misuse."""
+    from kv_canary.difftest.casefile import imports_of, load
+    from kv_canary.difftest.worker import import_all, prepare
+
+    try:
+        prepare("cpu")
+        import_all(imports_of(path))
+        return load(path)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _replay_line(path: Path, imports: tuple[str, ...], device: str, plant: str | None) -> str:
+    words = ["kv-canary", "difftest", "replay", str(path)]
+    words += ["--device", device] if device != "cpu" else []
+    words += ["--plant", plant] if plant else []
+    return shlex.join(words)

@@ -1,0 +1,242 @@
+"""Which features have met: how many cases had each feature and each pair, and which pairs none had."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Self
+
+from rich.table import Table
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """Something that a call can have.
+
+    Args:
+        name: `axis:value`.
+        ops: those whose calls can have it.
+        doc: what it is.
+        within_op: it concerns one op's own work (where a tile of its kernel ends, say), so that it meets what the same
+            call has, and nothing that other calls of a round have.
+        exclusive: two values of its axis are alternatives, and make no pair.
+    """
+
+    name: str
+    ops: frozenset[str]
+    doc: str
+    within_op: bool = False
+    exclusive: bool = False
+
+    @property
+    def axis(self) -> str:
+        return self.name.partition(":")[0]
+
+
+def _features() -> dict[str, Feature]:
+    batch, launch = "plan write", "verify write"
+    rows = "plan write chain_tails scatter_token_ids"
+    slots = "move retire"
+    table = [
+        ("batch:empty", batch, "no live request"),
+        ("batch:fresh", batch, "live requests have nothing cached"),
+        ("batch:decode", batch, "live requests have a prefix and get one token"),
+        ("batch:continued", batch, "live requests have a prefix and get several tokens, or none"),
+        ("batch:mixed", batch, "several of these"),
+        ("requests:one", rows, "one request, padding counted"),
+        ("requests:several", rows, "more"),
+        ("padding:rows", rows, "rows of padding"),
+        ("hostile:value", f"{rows} {slots} verify", "a value that no healthy table holds"),
+        ("attention:full", "plan", "neither window nor LUT"),
+        ("attention:window", "plan", "a window, planned for what the step reads"),
+        ("attention:ring", "plan", "a window, planned for what is resident after the step"),
+        ("attention:lut", "plan", "slots are behind a LUT"),
+        ("residency:evicted", "plan", "the LUT maps a slot to 0"),
+        ("capacity:truncated", "plan", "more entries than the plan has room for"),
+        ("strides:some", "plan", "a request's positions are verified in turns"),
+        ("tokens:expected", "plan verify", "entries know their tokens"),
+        ("tokens:shifted", "plan", "a position's token stands elsewhere in its row"),
+        ("tokens:oracle", "write", "the input ids to expect are known"),
+        ("positions:unchecked", "write", "positions are not checked"),
+        ("sharing:prefix", "plan verify", "two rows name one slot"),
+        ("segment:empty", "write chain_tails scatter_token_ids", "a live request without tokens"),
+        ("starts:later", "chain_tails scatter_token_ids", "a row is continued"),
+        ("slot:unmapped", "verify", "a live position has the padding slot"),
+        ("slot:trash", "write", "a live token goes to the padding slot"),
+        ("page:one", launch, "a source of one token a row"),
+        ("page:many", launch, "of a power of two"),
+        ("page:odd", launch, "of another number"),
+        ("layers:one", launch, "a source of one layer"),
+        ("layers:many", launch, "of several"),
+        ("windows:one", launch, "a token's bytes are covered at once"),
+        ("windows:many", launch, "in turns"),
+        ("windows:ragged", launch, "and the last turn is shorter"),
+        ("alignment:word", launch, "words are aligned to 8 bytes"),
+        ("alignment:less", launch, "they are not"),
+        ("layout:bias", launch, "slot 1 is the source's first token"),
+        ("layout:offset", launch, "bytes before a row's first token"),
+        ("layout:gaps", launch, "bytes between rows of a source"),
+        ("layout:short", launch, "slots that the source does not have"),
+        ("source:none", launch, "no bytes"),
+        ("source:k", launch, "bytes of K only"),
+        ("source:v", launch, "bytes of V only"),
+        ("source:both", launch, "of both"),
+        ("ring:none", launch, "violations are counted only"),
+        ("ring:full", launch, "the log has no room left"),
+        ("ring:room", launch, "it has"),
+        ("lifetime:tracked", launch, "use after free is looked for"),
+        ("anchors:given", "verify chain_tails", "requests have identities"),
+        ("record:zero", f"{launch} {slots}", "a slot that was never written"),
+        ("record:retired", f"{launch} {slots}", "a slot that was freed"),
+        ("record:rewritten", "write", "a slot that holds a live record is written"),
+        ("move:overlapping", "move", "a slot is moved from and to"),
+        ("retire:twice", "retire", "a slot is named twice"),
+        ("buffers:two", slots, "two buffers of records"),
+        ("step:wrapped", f"plan {launch} {slots}", "more than 39 bits"),
+        ("owner:wrapped", f"{batch} {slots}", "more than 24 bits"),
+        ("rows:apart", f"plan {launch} {slots} scatter_token_ids", "a table's rows are longer than what is used"),
+        ("rows:giant", f"plan {launch} {slots} scatter_token_ids", "a tensor spans more than 2**31 elements"),
+        ("tile:write", "write", "a segment is longer than a tile"),
+        ("tile:chain", "chain_tails", "a segment is longer than a tile"),
+        ("tile:scatter", "scatter_token_ids", "a segment is longer than a tile"),
+        ("tile:verify", "verify", "more entries than a tile has"),
+        ("tile:entries", "plan", "more entries than a tile has"),
+        ("tile:requests", "plan", "more requests than a tile has"),
+        ("tile:slots", slots, "more slots than a tile has"),
+        ("tile:edge", f"plan verify {rows} {slots}", "a length within one of a multiple of the tile"),
+    ]
+    within_op = {"rows:giant", "layout:short", "move:overlapping", "retire:twice"}
+    exclusive = {"batch"}
+    return {
+        name: Feature(
+            name=name,
+            ops=frozenset(ops.split()),
+            doc=doc,
+            within_op=name in within_op or name.startswith("tile:"),
+            exclusive=name.partition(":")[0] in exclusive,
+        )
+        for name, ops, doc in table
+    }
+
+
+FEATURES: Mapping[str, Feature] = _features()
+
+# Pairs that no case has, and why; hostile values can make calls of one round contradict each other, and then may.
+INFEASIBLE: tuple[tuple[str, str, str], ...] = (
+    ("batch:empty", "tile:write", "no live request, no segment"),
+    ("batch:empty", "segment:empty", "no live request, no segment"),
+    ("batch:empty", "starts:later", "no live request, no segment"),
+    ("batch:empty", "slot:trash", "no live request, no token"),
+    ("batch:empty", "record:rewritten", "no live request, no token"),
+    *(
+        (batch, verified, "no live request with a prefix, nothing to verify")
+        for batch in ("batch:empty", "batch:fresh")
+        for verified in ("tile:entries", "capacity:truncated", "sharing:prefix", "slot:unmapped")
+    ),
+    ("batch:fresh", "starts:later", "without a prefix there is nothing to bring up"),
+    ("batch:decode", "tile:write", "every segment is one token"),
+    ("batch:mixed", "requests:one", "it takes several"),
+    ("sharing:prefix", "requests:one", "it takes several"),
+    ("tile:requests", "requests:one", "it takes several"),
+    ("source:none", "layout:short", "without a source no slot is missing in one"),
+    ("ring:none", "ring:full", "one log serves all calls of an engine"),
+    ("ring:none", "ring:room", "one log serves all calls of an engine"),
+)
+
+
+@cache
+def why_infeasible(first: str, second: str) -> str:
+    """Return why no case has both features, or "" where one can."""
+    a, b = FEATURES[first], FEATURES[second]
+    if a.exclusive and a.axis == b.axis:
+        return f"values of {a.axis} are alternatives"
+    for left, right, reason in INFEASIBLE:
+        if {left, right} == {first, second}:
+            return reason
+    if not a.ops & b.ops and (a.within_op or b.within_op):
+        return "no op has both, and one of them concerns an op's own work"
+    return ""
+
+
+@cache
+def feasible_pairs() -> frozenset[Pair]:
+    """Return the pairs of features that a case can have, each in alphabetical order."""
+    pairs = itertools.combinations(sorted(FEATURES), 2)
+    return frozenset(pair for pair in pairs if not why_infeasible(*pair))
+
+
+@dataclass(eq=False)
+class Coverage:
+    """How many cases had each feature and each pair. A case is a call, or all calls of one round of an engine."""
+
+    cases: int = 0
+    features: Counter[str] = field(default_factory=Counter)
+    pairs: Counter[Pair] = field(default_factory=Counter)
+
+    def add(self, *calls: Iterable[str]) -> None:
+        """Count one case, given as the features of its call, or of each of its calls."""
+        known = [{name for name in call if name in FEATURES} for call in calls]
+        everywhere = {name for names in known for name in names}
+        across = {name for name in everywhere if not FEATURES[name].within_op}
+        self.cases += 1
+        self.features.update(everywhere)
+        self.pairs.update({pair for names in (across, *known) for pair in _pairs(names)})
+
+    def merge(self, other: Coverage) -> None:
+        """Count the cases of `other` too."""
+        self.cases += other.cases
+        self.features.update(other.features)
+        self.pairs.update(other.pairs)
+
+    def gaps(self) -> list[Pair]:
+        """Return the feasible pairs that no case had."""
+        return sorted(feasible_pairs() - set(self.pairs))
+
+    def summary(self) -> str:
+        """Return how much is covered, in a line."""
+        feasible = feasible_pairs()
+        infeasible = len(FEATURES) * (len(FEATURES) - 1) // 2 - len(feasible)
+        covered = len(feasible & set(self.pairs))
+        return f"{covered} of {len(feasible)} feasible pairs covered by {self.cases} cases, {infeasible} infeasible"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts as plain values, for `from_json`."""
+        return {
+            "cases": self.cases,
+            "features": dict(sorted(self.features.items())),
+            "pairs": {" ".join(pair): n for pair, n in sorted(self.pairs.items())},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        pairs: Counter[Pair] = Counter()
+        for names, n in data["pairs"].items():
+            first, second = names.split(" ")
+            pairs[first, second] = n
+        return cls(cases=data["cases"], features=Counter(data["features"]), pairs=pairs)
+
+    def table(self) -> Table:
+        """Return a table for people: each feature, its cases, and the features it has never met."""
+        missing: dict[str, list[str]] = {name: [] for name in FEATURES}
+        for first, second in self.gaps():
+            missing[first].append(second)
+            missing[second].append(first)
+        table = Table("feature", "cases", "met", "never met", title=self.summary())
+        for name in FEATURES:
+            possible = sum(name in pair for pair in feasible_pairs())
+            met = f"{possible - len(missing[name])}/{possible}"
+            table.add_row(name, str(self.features[name]), met, ", ".join(missing[name]))
+        return table
+
+
+def _pairs(names: Iterable[str]) -> Iterator[Pair]:
+    """Yield the pairs of `names`, but for two alternatives of one axis."""
+    for pair in itertools.combinations(sorted(names), 2):
+        first, second = FEATURES[pair[0]], FEATURES[pair[1]]
+        if not (first.exclusive and first.axis == second.axis):
+            yield pair

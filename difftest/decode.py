@@ -1,0 +1,222 @@
+"""A difference between two results, as what it means: which record, which field, both values, who wrote it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from kv_canary.constants import OWNER_MASK, RECORD_WORDS, VIOLATION_WORDS, Reason, Status, Tag
+from kv_canary.difftest.casefile import CaseFile
+from kv_canary.difftest.runner import violation_logs
+from kv_canary.difftest.trace import writes_to
+from kv_canary.specs.interface import KernelSpec, Leaf
+
+MOST = 20
+
+RECORD_FIELDS = ("IDENTITY", "CHAIN", "KV", "WRITER")
+SLOT_CODES = {-1: "HEAD_OF_CHAIN", -2: "UNCHECKED", -3: "BAD_SLOT"}
+VIOLATION_FIELDS = (
+    "tag",
+    "reasons",
+    "slot",
+    "row",
+    "expected position",
+    "identity",
+    "expected token",
+    "chain",
+    "expected chain",
+    "KV",
+    "observed KV",
+    "writer",
+    "step",
+    "seed or predecessor",
+    "owner",
+    "word 15",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One element that differs.
+
+    Args:
+        path: the tensor, as `argument.field`.
+        where: the element, in the words of the op.
+        byte: its first byte that differs, from the tensor's first on.
+        expected, got: both values, decoded.
+        writers: programs that wrote it, in order; None where that is not known.
+    """
+
+    path: str
+    where: str
+    byte: int
+    expected: str
+    got: str
+    writers: tuple[str, ...] | None = None
+
+
+def differences(spec: KernelSpec, file: CaseFile, *, most: int = MOST, trace: bool = True) -> list[Difference]:
+    """Return the first `most` elements that differ in a failed case, outputs in the op's order.
+
+    Args:
+        trace: also find who wrote each, by running the case in Triton's interpreter.
+    """
+    found: list[Difference] = []
+    rings = {f"{name}.ring" for name in violation_logs(spec)}
+    for leaf in spec.leaves(file.arguments):
+        if leaf.path not in file.expected or leaf.path not in file.got:
+            continue
+        expected, got = file.expected[leaf.path], file.got[leaf.path]
+        if torch.equal(expected, got):
+            continue
+        if leaf.path in rings:
+            found += _ring_differences(leaf, expected, got)
+        else:
+            found += _element_differences(leaf, expected, got, most=most)
+        if len(found) >= most:
+            break
+    found = found[:most]
+    return _with_writers(spec, file.arguments, found) if trace and found else found
+
+
+def _element_differences(leaf: Leaf, expected: torch.Tensor, got: torch.Tensor, *, most: int) -> list[Difference]:
+    like, item = leaf.tensor, leaf.tensor.element_size()
+    width = like.shape[1] if like.dim() == 2 else 1
+    packed = len(expected) == like.numel() * item
+    stride = like.stride(0) if like.dim() == 2 and not packed else width
+    bytes_apart = (expected != got).nonzero().flatten()
+    where, say = _meaning(leaf)
+    found = []
+    for index in (bytes_apart // item).unique().tolist()[:most]:
+        values = [t[index * item : (index + 1) * item].clone().view(like.dtype)[0].item() for t in (expected, got)]
+        row, column = divmod(index, max(stride, 1))
+        place = where(row, column) if column < width else f"in the gap after {where(row, width - 1)}"
+        # Where rows were packed, the byte is that of the tensor as it lies in memory.
+        in_memory = (row * like.stride(0) + column) * item if like.dim() == 2 else index * item
+        found.append(
+            Difference(
+                path=leaf.path,
+                where=place,
+                byte=in_memory,
+                expected=say(row, column, values[0]),
+                got=say(row, column, values[1]),
+            )
+        )
+    return found
+
+
+def _ring_differences(leaf: Leaf, expected: torch.Tensor, got: torch.Tensor) -> list[Difference]:
+    """Rows of a violation ring that only one side has; a row that both have, but for some words, is one difference."""
+    rows = [[tuple(r) for r in t.view(torch.int64).view(-1, VIOLATION_WORDS).tolist()] for t in (expected, got)]
+    missing = list((Counter(rows[0]) - Counter(rows[1])).elements())
+    extra = list((Counter(rows[1]) - Counter(rows[0])).elements())
+    found = []
+    while missing or extra:
+        want = missing.pop(0) if missing else None
+        have = None
+        if extra:
+            nearest = max(extra, key=lambda row: _alike(row, want)) if want is not None else extra[0]
+            have = nearest
+            extra.remove(nearest)
+        at = rows[1].index(have) if have is not None else rows[0].index(want) if want is not None else 0
+        words = [i for i in range(VIOLATION_WORDS) if want is None or have is None or want[i] != have[i]]
+        for word in words if want is not None and have is not None else words[:1]:
+            found.append(
+                Difference(
+                    path=leaf.path,
+                    where=f"violation {at}, {VIOLATION_FIELDS[word]}",
+                    byte=(at * VIOLATION_WORDS + word) * 8,
+                    expected="no such row" if want is None else _say_violation(word, want, whole=have is None),
+                    got="no such row" if have is None else _say_violation(word, have, whole=want is None),
+                )
+            )
+    return found
+
+
+def _alike(row: tuple[int, ...], other: tuple[int, ...]) -> int:
+    return sum(a == b for a, b in zip(row, other, strict=True))
+
+
+def _say_violation(word: int, row: tuple[int, ...], *, whole: bool) -> str:
+    if whole:
+        return f"{_reasons(row[1])} at slot {row[2]}, row {row[3]}, position {row[4]}"
+    if word == 1:
+        return _reasons(row[1])
+    if word in (5, 7, 8, 9, 10, 11):
+        name = {5: "IDENTITY", 9: "KV", 10: "KV", 11: "WRITER"}.get(word, "CHAIN")
+        return say_record_word(name, row[word])
+    return str(row[word])
+
+
+def _reasons(bits: int) -> str:
+    return " + ".join(r.name or "" for r in Reason if bits & r) or str(bits)
+
+
+def say_record_word(name: str, value: int) -> str:
+    """Say what a word of a slot record holds; `value` as int64."""
+    bits = value & 0xFFFFFFFFFFFFFFFF
+    if name == "IDENTITY":
+        return f"token {bits & 0xFFFFFFFF}, position {bits >> 32}"
+    if name == "KV":
+        return f"K {bits & 0xFFFFFFFF:08x}, V {bits >> 32:08x}"
+    if name == "WRITER":
+        retired = "retired, " if bits >> 63 else ""
+        return f"{retired}step {bits >> 24 & ((1 << 39) - 1)}, owner {bits & OWNER_MASK}"
+    return f"{bits:016x}"
+
+
+Where = Callable[[int, int], str]
+Say = Callable[[int, int, Any], str]
+
+
+def _meaning(leaf: Leaf) -> tuple[Where, Say]:
+    """Return how to name an element of this tensor, and how to say its value."""
+    name = leaf.path.split(".")[-1].split("[")[0]
+    spec = leaf.spec
+    shape = spec.shape if spec is not None else ()
+    if shape == ("num_slots", RECORD_WORDS):
+        return (
+            lambda row, column: f"record of slot {row}, {RECORD_FIELDS[column]}",
+            lambda row, column, value: say_record_word(RECORD_FIELDS[column], value),
+        )
+    if name == "status":
+        return (
+            lambda row, column: "status",
+            lambda row, column, value: " + ".join(s.name or "" for s in Status if value & s) or str(value),
+        )
+    if name == "counters":
+        return (
+            lambda row, column: f"{Tag(row).name if row < len(Tag) else row}, {('launches', 'entries')[column]}",
+            lambda row, column, value: str(value),
+        )
+    first = str(shape[0]).split("+")[0] if shape and isinstance(shape[0], str) else "element"
+    noun = {
+        "verify_cap": "entry",
+        "write_cap": "request",
+        "bs": "request",
+        "num_rows": "row",
+        "num_slots": "slot",
+    }.get(first, first)
+    if name in ("slots", "prev_slots", "seed_slots"):
+        return lambda row, column: f"{noun} {row}", lambda row, column, value: SLOT_CODES.get(value, f"slot {value}")
+    if len(shape) > 1:
+        return lambda row, column: f"{noun} {row}, {column}", lambda row, column, value: str(value)
+    return lambda row, column: f"{noun} {row}" if first != "element" else f"[{row}]", lambda row, column, value: str(
+        value
+    )
+
+
+def _with_writers(spec: KernelSpec, bound: Mapping[str, Any], found: list[Difference]) -> list[Difference]:
+    try:
+        writers = writes_to(spec, bound, [(d.path, d.byte) for d in found])
+    except (RuntimeError, ModuleNotFoundError):
+        return found
+    told = []
+    for difference in found:
+        writes = [str(w) for w in writers[difference.path, difference.byte]]
+        told.append(dataclasses.replace(difference, writers=tuple(dict.fromkeys(writes))))
+    return told

@@ -1,0 +1,42 @@
+"""KV bytes of slots, as a model and an engine's copies change them: random where written, else copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kv_canary.specs.structures import KvSource
+
+
+def fill_slots(source: KvSource, slots: Sequence[int], rng: np.random.Generator) -> None:
+    """Put random bytes into the tokens of `slots`; padding and slots outside the source are skipped."""
+    rows, columns = _where(source, [s for s in slots if s > 0 and 0 <= _row(source, s) < source.num_rows])
+    for layer in source.layers:
+        layer[rows, columns] = torch.from_numpy(rng.integers(0, 256, tuple(columns.shape), dtype=np.uint8))
+
+
+def copy_slots(source: KvSource, src: Sequence[int], dst: Sequence[int]) -> None:
+    """Copy the tokens of slots `src` to slots `dst`, all within the source, as if all were read first."""
+    from_rows, from_columns = _where(source, src)
+    to_rows, to_columns = _where(source, dst)
+    for layer in source.layers:
+        layer[to_rows, to_columns] = layer[from_rows, from_columns]
+
+
+def flip_bit(source: KvSource, slot: int, *, layer: int, byte: int, bit: int) -> None:
+    """Flip one bit of a slot's token."""
+    rows, columns = _where(source, [slot])
+    source.layers[layer][int(rows), int(columns[0, byte])] ^= 1 << bit
+
+
+def _row(source: KvSource, slot: int) -> int:
+    return (slot - source.slot_bias) // source.page_size
+
+
+def _where(source: KvSource, slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows [n, 1] and the columns [n, bytes_per_token] of the tokens of `slots`."""
+    element = torch.tensor(list(slots), dtype=torch.int64)[:, None] - source.slot_bias
+    first = source.offset_bytes + element % source.page_size * source.bytes_per_token
+    return element // source.page_size, first + torch.arange(source.bytes_per_token)

@@ -1,0 +1,153 @@
+"""`kv-canary difftest mutants`: how much the differential tests notice."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kv_canary.difftest.mutation import Mutant
+    from kv_canary.difftest.mutation_run import MutantResult, MutationReport
+
+
+@click.command()
+@click.option(
+    "--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, show_default="cores", help="How many at a time."
+)
+@click.option("--examples", type=click.IntRange(1), default=200, show_default=True, help="Generated calls per op.")
+@click.option(
+    "--file", "files", multiple=True, metavar="FILE", help="Only this source, as kernels/plan.py; repeatable."
+)
+@click.option("--sample", type=click.IntRange(1), help="Run only so many mutants, chosen by --seed.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the generated calls and of the sample.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Where Triton runs; cpu: in its interpreter. On a GPU every mutant is compiled anew.",
+)
+@click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write every mutant's fate here."
+)
+@click.option("--commit", default="unknown", help="The commit under test, for --json.")
+@click.option("--list", "list_only", is_flag=True, help="Print the mutants and run none.")
+def mutants(
+    jobs: int,
+    examples: int,
+    files: tuple[str, ...],
+    sample: int | None,
+    seed: int,
+    device: str,
+    json_path: Path | None,
+    commit: str,
+    list_only: bool,
+) -> None:
+    """Change kernels and references, one small mistake at a time: does the differential check notice?
+
+    A mutant is one source of kernels/ or reference/ with one expression changed: `<` for `<=`, a mask without one of
+    its conditions, a store left out, a scan backwards. Each runs, in a process of its own, the same generated calls
+    as the unchanged code. It is killed when the check finds a difference, a crash, an exception or a hang. One that
+    survives is a hole in the tests (draw calls that tell it apart), or it is equivalent: no call can tell it apart;
+    then it belongs into difftest/equivalent_mutants.toml, with the reason.
+
+    Exit codes: 0 all killed or equivalent; 1 a mutant survived, or one listed as equivalent was killed; 2 misuse, or
+    an entry of the list that fits no mutant any more.
+
+    \b
+    Examples:
+      kv-canary difftest mutants --list --file kernels/retire.py
+      kv-canary difftest mutants --file kernels/retire.py --file kernels/move.py
+      kv-canary difftest mutants --sample 100 --seed 7
+      kv-canary difftest mutants --jobs 16 --json mutants.json
+    """
+    if device == "cpu":
+        # Triton decides when a kernel is decorated: this comes before any is imported.
+        os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        from rich.console import Console
+
+        from kv_canary.difftest.mutation import make_mutants
+        from kv_canary.difftest.mutation_run import run_mutants
+    except ModuleNotFoundError as error:
+        raise click.UsageError(f"mutants need: pip install 'kv-canary[triton,difftest]' ({error})") from error
+    console = Console()
+    try:
+        if list_only:
+            for mutant in make_mutants(files or None):
+                console.print(f"{mutant.id}  line {mutant.line}  {mutant.kind.value}", markup=False, highlight=False)
+                console.print(f"  - {mutant.before}\n  + {mutant.after}", markup=False, highlight=False, soft_wrap=True)
+            return
+        with _progress(console) as on_progress:
+            report = run_mutants(
+                jobs=jobs,
+                examples=examples,
+                files=files or None,
+                sample=sample,
+                seed=seed,
+                device=device,
+                on_progress=on_progress,
+            )
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    except RuntimeError as error:
+        raise click.ClickException(str(error)) from error
+    show_report(console, report)
+    if json_path is not None:
+        json_path.write_text(json.dumps(report.as_dict(commit=commit), indent=1) + "\n", encoding="utf-8")
+    raise SystemExit(0 if report.passed else 1)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[MutantResult, int, int], None]]:
+    """Show how far a run is."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    # Without its own thread: the run forks, and a lock that a thread holds then stays held in the child.
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
+        task = progress.add_task("drawing calls", total=None)
+        survived = 0
+
+        def on_progress(result: MutantResult, done: int, total: int) -> None:
+            nonlocal survived
+            survived += result.status == "survived"
+            progress.update(task, total=total, completed=done, description=f"{survived} survived", refresh=True)
+
+        progress.refresh()
+        yield on_progress
+
+
+def show_report(console: Console, report: MutationReport) -> None:
+    """Print the survivors with their diffs, and the counts by file and by kind."""
+    from rich.table import Table
+
+    from kv_canary.difftest.mutation_run import MutantStatus
+
+    for result in report.of(MutantStatus.SURVIVED):
+        console.print(f"\nsurvived: {result.mutant.id}, {result.mutant.kind.value}", style="bold red", highlight=False)
+        console.print(result.mutant.diff, markup=False, highlight=False, soft_wrap=True)
+    for result in report.refuted:
+        console.print(f"\nlisted as equivalent, yet killed: {result.mutant.id}: {result.detail}", style="bold red")
+        console.print(result.mutant.diff, markup=False, highlight=False, soft_wrap=True)
+    groupings: dict[str, Callable[[Mutant], str]] = {"file": lambda m: m.file, "kind": lambda m: m.kind.value}
+    for title, name_of in groupings.items():
+        counts: dict[str, Counter[str]] = {}
+        for result in report.results:
+            counts.setdefault(name_of(result.mutant), Counter())[result.status] += 1
+        table = Table(title, "total", "killed", "equivalent", "survived")
+        for name, count in [*counts.items(), ("all", sum(counts.values(), Counter()))]:
+            table.add_row(name, str(count.total()), *(str(count[status]) for status in MutantStatus))
+        console.print(table)
+    outcomes = Counter(r.outcome for r in report.of(MutantStatus.KILLED))
+    told = ", ".join(f"{name} {count}" for name, count in outcomes.most_common())
+    console.print(f"killed by: {told or 'nothing'}; {report.seconds:.0f} s on {report.device}")

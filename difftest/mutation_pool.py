@@ -1,0 +1,196 @@
+"""Changed sources run in forked children of one prepared process, each against the same generated calls."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import faulthandler
+import multiprocessing
+import os
+import shutil
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from kv_canary import backends
+from kv_canary.difftest import corpus
+from kv_canary.difftest.casefile import load as load_case
+from kv_canary.difftest.generic import draw_cases
+from kv_canary.difftest.overlay import load, reached_ops, read_source
+from kv_canary.difftest.runner import Mismatch, Outcome, check_case
+from kv_canary.errors import must_be
+from kv_canary.specs import get_spec
+
+# A child that says nothing for so long hangs: a call takes below a second, compiling a kernel for a GPU longer.
+SECONDS_PER_CASE = {"cpu": 30.0, "cuda": 180.0}
+Cases = Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a child saw: the outcome that killed the mutant, "" if none did."""
+
+    outcome: str = ""
+    op: str = ""
+    case: int = -1
+    detail: str = ""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Child:
+    """A running child, the call that it is at, and when it last said so."""
+
+    key: Any
+    process: BaseProcess
+    folder: Path
+    op: str = ""
+    case: int = -1
+    heard: float = dataclasses.field(default_factory=time.monotonic)
+
+
+class Pool:
+    """Runs changed sources in forked children, up to `jobs` at a time; the calls that killed most come first."""
+
+    def __init__(self, *, cases: Cases, device: str, jobs: int, folder: Path) -> None:
+        self.cases, self.device, self.jobs, self.folder = cases, device, jobs, folder
+        self.kills: Counter[tuple[str, int]] = Counter()
+        self.started = 0
+
+    def check_itself(self, files: Sequence[str]) -> None:
+        """Check that the unchanged code survives, and that code whose functions all return at once does not.
+
+        Raises:
+            RuntimeError: otherwise.
+        """
+        unchanged: dict[str, Verdict] = {}
+        lethal: dict[str, Verdict] = {}
+        self.run([(file, file, read_source(file)) for file in files], unchanged.__setitem__)
+        self.run([(file, file, without_effect(read_source(file))) for file in files], lethal.__setitem__)
+        self.kills.clear()
+        for file in files:
+            if unchanged[file].outcome:
+                got = f"{unchanged[file].outcome} at call {unchanged[file].case} of {unchanged[file].op}"
+                raise RuntimeError(must_be("difftest", file, "right as it is", f"{got}: {unchanged[file].detail}"))
+            if not lethal[file].outcome:
+                raise RuntimeError(must_be("difftest", f"{file} without any effect", "noticed", "no difference"))
+
+    def run(self, sources: Iterable[tuple[Any, str, str]], on_verdict: Callable[[Any, Verdict], None]) -> None:
+        """Run every (key, file, text) and tell the verdict on each."""
+        pending = deque(sources)
+        running: dict[Connection, _Child] = {}
+        while pending or running:
+            while pending and len(running) < self.jobs:
+                key, file, text = pending.popleft()
+                pipe, child = self._start(key, file, text)
+                running[pipe] = child
+            limit = SECONDS_PER_CASE[self.device]
+            for pipe in [p for p in wait(list(running), timeout=1.0) if isinstance(p, Connection)]:
+                verdict = self._hear(pipe, running[pipe])
+                if verdict is not None:
+                    self._finish(pipe, running.pop(pipe), verdict, on_verdict)
+            for pipe, child in list(running.items()):
+                if time.monotonic() - child.heard > limit and not pipe.poll():
+                    detail = f"silent for {limit:.0f} s"
+                    verdict = Verdict(outcome=Outcome.HUNG.name, op=child.op, case=child.case, detail=detail)
+                    self._finish(pipe, running.pop(pipe), verdict, on_verdict)
+
+    def _start(self, key: Any, file: str, text: str) -> tuple[Connection, _Child]:
+        self.started += 1
+        ours, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
+        ops = reached_ops(file)
+        order = sorted(
+            ((op, i) for op in ops for i in range(len(self.cases[op]))),
+            key=lambda call: (-self.kills[call], call[1], call[0]),
+        )
+        folder = self.folder / str(self.started)
+        process = multiprocessing.get_context("fork").Process(
+            target=_serve, args=(theirs, file, text, folder, self.cases, order, self.device), daemon=True
+        )
+        with warnings.catch_warnings():
+            # Libraries of this process may own idle threads; its children use none of what these could hold.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        theirs.close()
+        return ours, _Child(key=key, process=process, folder=folder)
+
+    def _hear(self, pipe: Connection, child: _Child) -> Verdict | None:
+        try:
+            said = pipe.recv()
+        except (EOFError, OSError):
+            child.process.join()
+            detail = f"exit code {child.process.exitcode}"
+            return Verdict(outcome=Outcome.CRASHED.name, op=child.op, case=child.case, detail=detail)
+        if isinstance(said, Verdict):
+            return said
+        child.op, child.case = said
+        child.heard = time.monotonic()
+        return None
+
+    def _finish(
+        self, pipe: Connection, child: _Child, verdict: Verdict, on_verdict: Callable[[Any, Verdict], None]
+    ) -> None:
+        child.process.kill()
+        child.process.join()
+        pipe.close()
+        shutil.rmtree(child.folder, ignore_errors=True)
+        if verdict.outcome and verdict.case >= 0:
+            self.kills[verdict.op, verdict.case] += 1
+        on_verdict(child.key, verdict)
+
+
+def cases_of(op: str, *, examples: int, seed: int) -> list[Mapping[str, Any]]:
+    """Return `examples` calls of `op`, the same ones for the same `seed`, and those of the committed corpus."""
+    files = [load_case(path) for path in corpus.entries()]
+    return [*draw_cases(op, examples=examples, seed=seed), *(file.arguments for file in files if file.op == op)]
+
+
+def without_effect(text: str) -> str:
+    """Return a source whose top-level functions all return at once."""
+    lines = text.splitlines()
+    for function in reversed([node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]):
+        lines[function.body[0].lineno - 1 : function.end_lineno] = ["    return"]
+    return "\n".join(lines) + "\n"
+
+
+def _serve(
+    pipe: Connection,
+    file: str,
+    text: str,
+    folder: Path,
+    cases: Cases,
+    order: Sequence[tuple[str, int]],
+    device: str,
+) -> None:
+    """What a child does: load the changed source, then check call after call until one finds it."""
+    _be_quiet_and_modest()
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "compiled")
+    op, case = "", -1
+    try:
+        backends._implementations.update(load(file, text, folder / "source"))
+        for op, case in order:
+            pipe.send((op, case))
+            check_case(get_spec(op), cases[op][case], device=device)
+    except Mismatch as mismatch:
+        pipe.send(Verdict(outcome=mismatch.outcome.name, op=op, case=case, detail=str(mismatch)[:500]))
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        pipe.send(Verdict(outcome=Outcome.RAISED.name, op=op, case=case, detail=told[:500]))
+    else:
+        pipe.send(Verdict())
+
+
+def _be_quiet_and_modest() -> None:
+    faulthandler.disable()
+    warnings.simplefilter("ignore")
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+    # A changed size may ask for more memory than there is: then this process dies of it and no other.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")

@@ -1,0 +1,168 @@
+"""What people see of campaigns and replays: a live line, tables, and a difference laid out byte by byte."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from kv_canary.difftest.campaign import Campaign, CampaignResult
+from kv_canary.difftest.casefile import CaseFile
+from kv_canary.difftest.coverage import feasible_pairs
+from kv_canary.difftest.replaying import Replay
+from kv_canary.difftest.score import Score
+from kv_canary.specs import get_spec
+
+
+@contextmanager
+def live_progress(console: Console, campaign: Campaign) -> Iterator[Callable[[CampaignResult], None]]:
+    """Show a campaign as it runs: cases a second, pairs of features covered, findings."""
+    columns = (
+        SpinnerColumn(),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    total = campaign.minutes * 60 if campaign.minutes is not None else 0.0
+    if campaign.examples is not None:
+        total = float(campaign.examples * len(campaign.all_targets()))
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=total)
+
+        def on_change(result: CampaignResult) -> None:
+            done = result.seconds if campaign.minutes is not None else float(result.cases)
+            found = len(result.findings)
+            rate = result.cases / max(result.seconds, 1e-9)
+            colour = "red" if found else "green"
+            progress.update(
+                task,
+                completed=min(done, total),
+                description=f"{result.cases} cases, {rate:.1f}/s, {covered(result)} pairs, "
+                f"[{colour}]{found} finding{'' if found == 1 else 's'}[/]",
+            )
+
+        yield on_change
+
+
+def covered(result: CampaignResult) -> str:
+    """How many of the pairs of features that can meet have met."""
+    feasible = feasible_pairs()
+    return f"{len(feasible & set(result.coverage.pairs))}/{len(feasible)}"
+
+
+def show_campaign(
+    console: Console, campaign: Campaign, result: CampaignResult, lines: Mapping[str, str], *, all_pairs: bool
+) -> None:
+    """Print what a campaign ran and found."""
+    table = Table("target", "cases", "per job second", "findings", title=f"difftest on {campaign.device}")
+    for target, stats in result.stats.items():
+        found = sum(f.op == target for f in result.findings.values())
+        rate = f"{stats.cases / stats.seconds:.1f}" if stats.seconds else "-"
+        table.add_row(target, str(stats.cases), rate, Text(str(found), style="bold red" if found else "green"))
+    console.print(table)
+    overall = result.cases / max(result.seconds, 1e-9)
+    console.print(
+        f"{result.cases} cases in {result.seconds:.0f} s: {overall:.1f} a second; "
+        f"{covered(result)} feasible pairs of features covered; "
+        f"{result.restarts} worker restarts{'; interrupted' if result.interrupted else ''}"
+    )
+    if all_pairs:
+        console.print(result.coverage.table())
+    for finding in result.findings.values():
+        console.print(f"\n[bold red]found[/] after {finding.found_after_s:.1f} s: {finding.says}", highlight=False)
+        console.print(f"replay it with: {lines[str(finding.file)]}", soft_wrap=True, highlight=False)
+    for error in result.errors:
+        console.print(f"\n[bold red]error[/] in the harness:\n{error}", markup=True, highlight=False)
+
+
+def show_replay(console: Console, case: CaseFile, replay: Replay) -> None:
+    """Print how a replayed case fared: the call, the first differing bytes, and every difference decoded."""
+    console.print(call_table(case))
+    if replay.mismatch is None:
+        console.print("[green]It does not fail here.[/]")
+        return
+    console.print(f"[bold red]It fails:[/] {replay.mismatch}", highlight=False)
+    if not replay.differences:
+        return
+    first = replay.differences[0]
+    expected, got = replay.mismatch.expected[first.path], replay.mismatch.got[first.path]
+    console.print(bytes_table(first.path, expected, got))
+    traced = any(d.writers is not None for d in replay.differences)
+    table = Table("tensor", "where", "reference", replay.mismatch.backend, *(["written by"] if traced else []))
+    for difference in replay.differences:
+        row = [difference.path, difference.where, difference.expected, difference.got]
+        if traced:
+            row.append("\n".join(difference.writers or ()) or "no program")
+        table.add_row(*row)
+    console.print(table)
+
+
+def show_scores(console: Console, scores: Sequence[Score], lines: Mapping[str, str], *, limit_s: float) -> None:
+    """Print how long each planted bug took to find, and the lines that replay what was found."""
+    table = Table("planted", "mistake", "found after, s", "median", "shrunk to")
+    for one in scores:
+        times = ", ".join("-" if t is None else f"{t:.1f}" for t in one.found_after_s)
+        median = Text("not always found", style="bold red")
+        if one.median_s is not None:
+            median = Text(f"{one.median_s:.1f}", style="green" if one.median_s <= limit_s else "red")
+        table.add_row(one.bug.name, one.bug.kind, times, median, one.finding.says if one.finding else "")
+    console.print(table)
+    for line in lines.values():
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def call_table(case: CaseFile) -> Table:
+    """The arguments of a call; small tensors with their contents."""
+    table = Table("argument", "role", "what", "values", title=f"{case.op}: {case.says}", title_justify="left")
+    spec = get_spec(case.op)
+    for leaf in spec.leaves(case.arguments):
+        if leaf.role == "scratch":
+            continue
+        tensor = leaf.tensor
+        kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        table.add_row(leaf.path, leaf.role, kind, _values(tensor) if leaf.role != "out" else "")
+    for name, value in case.arguments.items():
+        if value is None or isinstance(value, int):
+            table.add_row(name, "in", type(value).__name__ if value is not None else "", str(value))
+        for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+            inner = getattr(value, field.name)
+            if dataclasses.is_dataclass(inner):
+                numbers = {f.name: getattr(inner, f.name) for f in dataclasses.fields(inner) if f.init}
+                shown = ", ".join(f"{k}={v}" for k, v in numbers.items() if isinstance(v, int))
+                table.add_row(f"{name}.{field.name}", "in", type(inner).__name__, shown)
+    return table
+
+
+def bytes_table(path: str, expected: torch.Tensor, got: torch.Tensor, *, lines: int = 4, width: int = 16) -> Table:
+    """The first differing bytes of an output, a line of `width` bytes before and some after; what differs is marked."""
+    apart = expected != got
+    first = int(apart.nonzero()[0]) // width * width
+    table = Table("byte", "reference", "got", title=f"{path}, first differing bytes", title_justify="left")
+    for at in range(max(first - width, 0), min(first + lines * width, len(expected)), width):
+        table.add_row(f"{at:#x}", *(_hex(t[at : at + width], apart[at : at + width]) for t in (expected, got)))
+    return table
+
+
+def _hex(data: torch.Tensor, apart: torch.Tensor) -> Text:
+    text = Text()
+    for byte, differs in zip(data.tolist(), apart.tolist(), strict=True):
+        text.append(f"{byte:02x}", style="bold red" if differs else "dim")
+        text.append(" ")
+    return text
+
+
+def _values(tensor: torch.Tensor, *, most: int = 12) -> str:
+    if tensor.numel() == 0:
+        return "[]"
+    if tensor.numel() <= most:
+        return str(tensor.tolist())
+    flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor[0].reshape(-1)
+    nonzero: Any = int((tensor != 0).sum())
+    return f"{flat[:most].tolist()[:-1]}"[:-1] + f", ...] ({nonzero} not zero)"

@@ -1,0 +1,217 @@
+"""A process that runs cases for another one: a kernel that crashes or hangs costs that process, not the campaign."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from kv_canary.difftest.casefile import decode, encode
+from kv_canary.difftest.runner import Mismatch, Outcome, check_case
+from kv_canary.errors import must_be
+from kv_canary.specs import get_spec
+from kv_canary.specs.interface import KernelSpec
+
+# Longer than any case takes, compilation included.
+TIME_LIMIT_S = 120.0
+
+
+def import_all(names: Sequence[str]) -> None:
+    """Import the Python files and modules that register ops.
+
+    Raises:
+        ValueError: one cannot be imported.
+    """
+    for name in names:
+        try:
+            _import_one(name)
+        except (ImportError, FileNotFoundError) as error:
+            expected = "a Python file or module that can be imported"
+            raise ValueError(must_be("difftest", "import", expected, f"{name!r} ({error})")) from error
+
+
+def _import_one(name: str) -> None:
+    if not name.endswith(".py"):
+        importlib.import_module(name)
+        return
+    path = Path(name).resolve()
+    # One name for one file: a second import of it does nothing.
+    module_name = f"kv_canary_imported_{path.stem}_{abs(hash(str(path)))}"
+    if module_name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise FileNotFoundError(str(path))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+
+
+class Executor:
+    """Runs the differential check of one case after another in a process of its own, restarted where a case kills it.
+
+    Args:
+        device: where Triton runs, "cpu" (its interpreter) or "cuda".
+        imports: Python files or modules that register ops.
+        plant: name of a planted bug that the process runs with, or None.
+        time_limit_s: how long a case may take.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: str = "cpu",
+        imports: Sequence[str] = (),
+        plant: str | None = None,
+        time_limit_s: float = TIME_LIMIT_S,
+    ) -> None:
+        self.device, self.imports, self.plant, self.time_limit_s = device, tuple(imports), plant, time_limit_s
+        self.restarts = 0
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._pipe: Connection | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def check(self, spec: KernelSpec, arguments: Mapping[str, Any]) -> Mismatch | None:
+        """Run `check_case` there; return how it failed, or None.
+
+        Raises:
+            ValueError, TypeError: the call is refused.
+        """
+        pipe = self._start()
+        try:
+            pipe.send_bytes(pickle.dumps((spec.name, _to_numpy(encode(spec, spec.bind(arguments))))))
+            if not pipe.poll(self.time_limit_s):
+                self._stop()
+                return Mismatch(Outcome.HUNG, op=spec.name, backend="triton", detail=f"{self.time_limit_s:.0f} s")
+            answer = pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionError, BrokenPipeError):
+            exit_code = self._stop()
+            return Mismatch(Outcome.CRASHED, op=spec.name, backend="triton", detail=f"exit code {exit_code}")
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is None:
+            return None
+        fields = {**answer, "expected": _to_torch(answer["expected"]), "got": _to_torch(answer["got"])}
+        found = Mismatch(Outcome[fields.pop("outcome")], op=spec.name, **fields)
+        if self.device == "cuda" and found.outcome is Outcome.RAISED:
+            # After an illegal address nothing else works in that process.
+            self._stop()
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        self._stop()
+
+    def _start(self) -> Connection:
+        if self._process is None or self._pipe is None or not self._process.is_alive():
+            if self._process is not None:
+                self._stop()
+            context = multiprocessing.get_context("spawn")
+            self._pipe, theirs = context.Pipe()
+            self._process = context.Process(
+                target=_serve, args=(theirs, self.device, self.imports, self.plant), daemon=True
+            )
+            self._process.start()
+            theirs.close()
+        return self._pipe
+
+    def _stop(self) -> int | None:
+        """End the process and return its exit code; one that ended by itself is a restart."""
+        process, self._process = self._process, None
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+        if process is None:
+            return None
+        process.join(timeout=1.0)
+        self.restarts += 1
+        exit_code = process.exitcode
+        if process.is_alive():
+            process.kill()
+            process.join()
+        return exit_code
+
+
+def _serve(pipe: Connection, device: str, imports: Sequence[str], plant: str | None) -> None:
+    """The process: read a case, check it, answer; until the pipe closes."""
+    import signal
+
+    # Ctrl-C is for the process that started us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    prepare(device)
+    import_all(imports)
+    if plant is not None:
+        from kv_canary.difftest.planted import plant as plant_bug
+
+        plant_bug(plant)
+    while True:
+        try:
+            op, encoded = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        pipe.send_bytes(pickle.dumps(_answer(op, encoded, device)))
+
+
+def _answer(op: str, encoded: dict[str, Any], device: str) -> dict[str, Any] | Exception | None:
+    spec = get_spec(op)
+    try:
+        check_case(spec, decode(spec, _to_torch(encoded)), device=device)
+    except Mismatch as found:
+        return {
+            "outcome": found.outcome.name,
+            "backend": found.backend,
+            "path": found.path,
+            "detail": found.detail,
+            "expected": _to_numpy(found.expected),
+            "got": _to_numpy(found.got),
+        }
+    except Exception as error:
+        # A fault of the harness or of the call, not of a kernel: it belongs to whoever asked.
+        return type(error)(str(error)) if isinstance(error, ValueError | TypeError) else RuntimeError(repr(error))
+    return None
+
+
+def prepare(device: str) -> None:
+    """Set this process up to run kernels on `device`; before any kernel is imported."""
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+        torch.set_num_threads(1)
+        return
+    os.environ["TRITON_INTERPRET"] = "0"
+    if not torch.cuda.is_available():
+        raise ValueError("kv-canary: difftest: device must be one that is here, got 'cuda' on a machine without a GPU")
+
+
+def _to_numpy(value: Any) -> Any:
+    """Tensors inside `value` as arrays, which travel faster."""
+    if isinstance(value, torch.Tensor):
+        return value.numpy()
+    if isinstance(value, dict):
+        return {name: _to_numpy(each) for name, each in value.items()}
+    return [_to_numpy(each) for each in value] if isinstance(value, list) else value
+
+
+def _to_torch(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _to_torch(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_to_torch(each) for each in value]
+    return torch.from_numpy(value) if hasattr(value, "__array_interface__") else value

@@ -1,0 +1,227 @@
+"""Campaigns on the command line: what they run, what they find, how it is saved, replayed and made smaller."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+PROGRAM = str(Path(sys.executable).with_name("kv-canary"))
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/your_own_kernel.py"
+
+
+def difftest(
+    *arguments: str, folder: Path, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `kv-canary difftest ...` in `folder`, on the CPU."""
+    return subprocess.run(
+        [PROGRAM, "difftest", *arguments],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "160", **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def replay_line(output: str) -> list[str]:
+    """The arguments of the line that a campaign printed."""
+    found = re.search(r"^replay it with: kv-canary difftest (replay .*)$", output, re.MULTILINE)
+    assert found is not None, output
+    return shlex.split(found[1])
+
+
+def test_a_clean_run(tmp_path: Path) -> None:
+    facts, junit = tmp_path / "facts.json", tmp_path / "junit.xml"
+    options = ("--op", "retire", "--op", "engine", "--examples", "16", "--jobs", "2")
+    done = difftest("run", *options, "--json", str(facts), "--junit", str(junit), "--coverage", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(facts.read_text())
+    assert told["targets"]["retire"]["cases"] >= 16
+    assert told["targets"]["engine"]["cases"] > 0
+    assert told["findings"] == told["errors"] == []
+    assert 0 < told["coverage"]["covered_pairs"] < told["coverage"]["feasible_pairs"]
+    assert "padding:rows" in done.stdout
+    suite = ET.parse(junit).getroot()
+    assert [case.get("name") for case in suite.iter("testcase")] == ["retire", "engine"]
+    assert suite.get("failures") == "0"
+    assert not (tmp_path / "findings").exists()
+
+
+def test_what_is_found_is_saved_shrunk_replayed_and_minimized(tmp_path: Path) -> None:
+    facts, junit = tmp_path / "facts.json", tmp_path / "junit.xml"
+    plant = ("--plant", "exclusive-scan")
+    options = ("--op", "write", "--minutes", "4", "--jobs", "1", "--max-findings", "1", *plant)
+    done = difftest("fuzz", *options, "--json", str(facts), "--junit", str(junit), folder=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (finding,) = json.loads(facts.read_text())["findings"]
+    assert finding["op"] == "write"
+    assert finding["found_after_s"] > 0
+    failure = ET.parse(junit).getroot().find(".//testcase[@name='write']/failure")
+    assert failure is not None
+    assert failure.text == finding["replay"]
+
+    line = replay_line(done.stdout)
+    assert line[-2:] == list(plant)
+    again = difftest(*line, folder=tmp_path)
+    assert again.returncode == 1, again.stdout + again.stderr
+    # Which record, which field, and which program wrote it.
+    assert re.search(r"record of slot \d+, CHAIN", again.stdout), again.stdout
+    assert "_store[" in again.stdout
+    as_json = difftest(*line, "--json", folder=tmp_path)
+    told = json.loads(as_json.stdout)
+    assert told["fails"]
+    assert told["differences"][0]["expected"] != told["differences"][0]["got"]
+    # The kernels as they are do not fail.
+    right = difftest(*line[:-2], folder=tmp_path)
+    assert right.returncode == 0, right.stdout
+    # A person can read the case: one request with one token.
+    assert re.search(r"input_ids\W+in\W+int64\[1\]", again.stdout), again.stdout
+
+    smaller = difftest("minimize", line[1], "-o", "small.kvcase", "--max-tries", "60", *plant, folder=tmp_path)
+    assert smaller.returncode == 1, smaller.stdout + smaller.stderr
+    assert difftest("replay", "small.kvcase", *plant, folder=tmp_path).returncode == 1
+    assert difftest("minimize", line[1], folder=tmp_path).returncode == 0
+
+
+BAD_KERNEL = '''
+import os, time
+import torch
+from hypothesis import strategies as st
+from kv_canary import register
+from kv_canary.difftest.strategies import register_cases
+from kv_canary.specs.interface import KernelSpec, TensorSpec
+
+SPEC = KernelSpec(name="bad", doc="Copy.", arguments={
+    "x": TensorSpec(dtype=torch.int64, shape=("n",)),
+    "y": TensorSpec(dtype=torch.int64, shape=("n",), role="out"),
+})
+
+@register(SPEC, backend="reference")
+def reference(*, x, y):
+    y.copy_(x)
+
+@register(SPEC, backend="triton")
+def triton(*, x, y):
+    if len(x) >= 3 and int(x[1]) > 4:
+        MISCHIEF
+    y.copy_(x)
+
+@register_cases("bad")
+def cases():
+    return st.lists(st.integers(0, 9), max_size=6).map(
+        lambda xs: {"x": torch.tensor(xs, dtype=torch.int64), "y": torch.zeros(len(xs), dtype=torch.int64)})
+'''
+
+
+@pytest.mark.parametrize(
+    ("mischief", "says"),
+    [("os._exit(7)", "exit code 7"), ("raise KeyError('lost')", "KeyError: 'lost'"), ("os.abort()", "exit code -6")],
+)
+def test_a_kernel_that_kills_its_process_is_shrunk_too(tmp_path: Path, mischief: str, says: str) -> None:
+    (tmp_path / "bad.py").write_text(BAD_KERNEL.replace("MISCHIEF", mischief))
+    done = difftest("run", "--import", "bad.py", "--op", "bad", "--examples", "60", "--jobs", "1", folder=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert says in done.stdout
+    again = difftest(*replay_line(done.stdout), folder=tmp_path)
+    assert again.returncode == 1, again.stdout + again.stderr
+    assert "[0, 5, 0]" in again.stdout
+
+
+def test_a_kernel_that_hangs_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kv_canary.difftest.runner import Outcome
+    from kv_canary.difftest.worker import Executor, import_all
+    from kv_canary.specs import get_spec
+
+    path = tmp_path / "sleepy.py"
+    path.write_text(BAD_KERNEL.replace("MISCHIEF", "time.sleep(600)").replace('"bad"', '"sleepy"'))
+    import_all([str(path)])
+    import torch
+
+    right, wrong = torch.tensor([1, 1, 1]), torch.tensor([1, 9, 1])
+    with Executor(imports=[str(path)], time_limit_s=20.0) as executor:
+        assert executor.check(get_spec("sleepy"), {"x": right, "y": torch.zeros_like(right)}) is None
+        executor.time_limit_s = 2.0
+        found = executor.check(get_spec("sleepy"), {"x": wrong, "y": torch.zeros_like(wrong)})
+        assert found is not None
+        assert found.outcome is Outcome.HUNG
+        # The process was replaced.
+        executor.time_limit_s = 20.0
+        assert executor.check(get_spec("sleepy"), {"x": right, "y": torch.zeros_like(right)}) is None
+        assert executor.restarts == 1
+        with pytest.raises(ValueError, match="sleepy: y"):
+            executor.check(get_spec("sleepy"), {"x": right, "y": torch.zeros(2, dtype=torch.int64)})
+
+
+def test_ctrl_c_keeps_what_there_is(tmp_path: Path) -> None:
+    facts = tmp_path / "facts.json"
+    command = [PROGRAM, "difftest", "fuzz", "--minutes", "5", "--jobs", "1", "--op", "retire", "--json", str(facts)]
+    running = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    time.sleep(12)
+    # As a terminal does: to every process of the group.
+    os.killpg(running.pid, signal.SIGINT)
+    output, _ = running.communicate(timeout=60)
+    assert running.returncode == 0, output
+    assert "interrupted" in output
+    told = json.loads(facts.read_text())
+    assert told["interrupted"]
+    assert told["cases"] > 0
+
+
+def test_the_example_of_the_documentation(tmp_path: Path) -> None:
+    options = ("run", "--import", str(EXAMPLE), "--op", "paged_gather", "--examples", "60", "--jobs", "1")
+    right = difftest(*options, folder=tmp_path)
+    assert right.returncode == 0, right.stdout + right.stderr
+    wrong = difftest(*options, folder=tmp_path, environment={"YOUR_KERNEL": "wrong"})
+    assert wrong.returncode == 1, wrong.stdout + wrong.stderr
+    line = replay_line(wrong.stdout)
+    assert difftest(*line, folder=tmp_path).returncode == 0
+    again = difftest(*line, folder=tmp_path, environment={"YOUR_KERNEL": "wrong"})
+    assert again.returncode == 1
+    # One value, of a page just past the last one.
+    assert re.search(r"out\W+out\W+int32\[1\]", again.stdout), again.stdout
+    assert sum(bool(line.strip()) for line in EXAMPLE.read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("run", "--op", "no_such"), "no_such"),
+        (("run", "--import", "nowhere.py"), "nowhere.py"),
+        (("run", "--plant", "no_such"), "no_such"),
+        (("run", "--database", "ftp://x"), "ftp://x"),
+        (("fuzz", "--minutes", "0"), "minutes"),
+        (("replay", "nothing.kvcase"), "nothing.kvcase"),
+        (("planted", "--name", "no_such"), "no_such"),
+        (("run", "--device", "cuda"), "cuda"),
+    ],
+)
+def test_misuse(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+    import torch
+
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    done = difftest(*arguments, folder=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert says in done.stderr
+
+
+def test_commands_teach(tmp_path: Path) -> None:
+    for command in ("run", "fuzz", "replay", "minimize", "planted", "sanitize", "mutants"):
+        done = difftest(command, "--help", folder=tmp_path)
+        assert done.returncode == 0
+        assert f"kv-canary difftest {command}" in done.stdout
+    listed = difftest("planted", "--list", folder=tmp_path)
+    assert "lut-twice" in listed.stdout
+    entries = json.loads(difftest("corpus", "list", "--json", folder=tmp_path).stdout)
+    assert all({"file", "op", "says"} == set(entry) for entry in entries)

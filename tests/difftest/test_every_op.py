@@ -1,0 +1,52 @@
+"""Every registered op, generated calls: backends agree to the byte, misuse is refused, files hold the same call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kv_canary.difftest.casefile import check_round_trip
+from kv_canary.difftest.misuse import check_misuse, misuses
+from kv_canary.difftest.runner import check_case
+from kv_canary.difftest.strategies import cases
+from kv_canary.specs import all_specs, get_spec
+
+
+@pytest.mark.parametrize("op", all_specs())
+def test_backends_agree(op: str, device: torch.device) -> None:
+    spec = get_spec(op)
+
+    @given(case=cases(op))
+    def agree(case: dict[str, Any]) -> None:
+        check_case(spec, case, device=device)
+
+    agree()
+
+
+@pytest.mark.parametrize("op", all_specs())
+def test_misuse_is_refused(op: str) -> None:
+    spec, tried = get_spec(op), set()
+
+    @settings(max_examples=20)
+    @given(case=cases(op))
+    def refuse(case: dict[str, Any]) -> None:
+        check_misuse(spec, case)
+        tried.update(m.argument.split(".")[0].split("[")[0] for m in misuses(spec, spec.bind(case)))
+
+    refuse()
+    assert tried == {*spec.arguments, "no_such"}
+
+
+@pytest.mark.parametrize("op", all_specs())
+def test_a_saved_call_is_the_same_once_loaded(op: str) -> None:
+    spec = get_spec(op)
+
+    @settings(max_examples=50)
+    @given(case=cases(op))
+    def same(case: dict[str, Any]) -> None:
+        check_round_trip(spec, case)
+
+    same()

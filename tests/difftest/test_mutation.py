@@ -1,0 +1,290 @@
+"""The mutants are what they say, each runs as its own source says, and what nobody notices is told."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from kv_canary.backends import implementation, interpreting
+from kv_canary.constants import OWNER_MASK
+from kv_canary.difftest import mutation_pool, mutation_run
+from kv_canary.difftest.mutants_cli import mutants as mutants_command
+from kv_canary.difftest.mutation import make_mutants, mutants_of
+from kv_canary.difftest.mutation_pool import Pool, Verdict, cases_of
+from kv_canary.difftest.mutation_run import (
+    MutantResult,
+    MutantStatus,
+    MutationReport,
+    equivalent_reasons,
+    read_equivalents,
+    run_mutants,
+)
+from kv_canary.difftest.overlay import overlaid, reached_ops, read_source, source_files
+from kv_canary.difftest.planted import PLANTED_BUGS, find_planted, plant, planted, planted_source
+
+# Children are forked, which a process that uses a GPU must not do.
+pytestmark = pytest.mark.skipif(not interpreting(), reason="forks: on the CPU only")
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Pool:
+    cases = {op: cases_of(op, examples=8, seed=1) for op in ("retire", "move")}
+    return Pool(cases=cases, device="cpu", jobs=1, folder=tmp_path_factory.mktemp("mutants"))
+
+
+def verdict_of(pool: Pool, file: str, text: str) -> Verdict:
+    verdicts: dict[str, Verdict] = {}
+    pool.run([("it", file, text)], verdicts.__setitem__)
+    return verdicts["it"]
+
+
+def changed(file: str, old: str, new: str) -> str:
+    source = read_source(file)
+    assert source.count(old) == 1
+    return source.replace(old, new)
+
+
+def test_every_source_has_mutants_and_ids_are_unique() -> None:
+    found = make_mutants()
+    assert {mutant.file for mutant in found} == set(source_files())
+    assert len({mutant.id for mutant in found}) == len(found)
+    assert sum(mutant.file.startswith("kernels/") for mutant in found) >= 150
+
+
+def test_a_mutant_differs_from_its_source_in_the_lines_it_names() -> None:
+    for mutant in make_mutants(["kernels/retire.py", "reference/plan.py"]):
+        assert ast.dump(ast.parse(mutant.text)) != ast.dump(ast.parse(mutant.original))
+        removed = [line[1:] for line in mutant.diff.splitlines()[3:] if line.startswith("-")]
+        added = [line[1:] for line in mutant.diff.splitlines()[3:] if line.startswith("+")]
+        assert " ".join(" ".join(removed).split()) in mutant.before
+        assert " ".join(" ".join(added).split()) in mutant.after
+        assert mutant.original.splitlines()[mutant.line - 1].strip().split()[0] in mutant.before
+
+
+def test_ids_stay_when_other_lines_move() -> None:
+    file = "kernels/move.py"
+    source = read_source(file)
+    assert [m.id for m in mutants_of(file, source)] == [m.id for m in mutants_of(file, "# moved\n\n" + source)]
+
+
+def test_docstrings_annotations_decorators_and_tuning_are_left_alone() -> None:
+    source = '"""Doc 1."""\nTILE_TOKENS = 8\nSCALE = 2\n@wrap(3)\ndef f(x: A[4]):\n    """Doc 5."""\n    return x < 6\n'
+    assert {m.after for m in mutants_of("kernels/made_up.py", source)} == {"SCALE = 1", "return x <= 6", "return x < 5"}
+
+
+def test_a_mutant_is_killed_by_a_difference_and_told_where(pool: Pool) -> None:
+    for file in ("kernels/retire.py", "reference/retire.py"):
+        old, new = ("(slot > 0)", "(slot > 40)") if file.startswith("kernels") else ("(slots > 0)", "(slots > 40)")
+        verdict = verdict_of(pool, file, changed(file, old, new))
+        assert (verdict.outcome, verdict.op) == ("BYTES_DIFFER", "retire")
+        assert verdict.case >= 0
+        assert "records" in verdict.detail
+
+
+def test_a_changed_helper_is_seen_by_every_op_that_imports_it() -> None:
+    assert set(reached_ops("kernels/hashing.py")) == {"chain_tails", "move", "retire", "verify", "write"}
+    assert (owner_after("retire"), owner_after("move")) == (5, 5)
+    with overlaid("kernels/hashing.py", changed("kernels/hashing.py", "as_u64(owner) & 0xFFFFFF", "as_u64(owner) & 6")):
+        assert (owner_after("retire"), owner_after("move")) == (4, 4)
+    assert (owner_after("retire"), owner_after("move")) == (5, 5)
+
+
+def owner_after(op: str) -> int:
+    """The owner that the Triton implementation stamps on slot 1, called with owner 5."""
+    records, slots = torch.ones(2, 4, dtype=torch.int64), torch.tensor([1])
+    staged = torch.zeros(1, 4, dtype=torch.int64)
+    inputs = {"slots": slots} if op == "retire" else {"src": slots, "dst": slots, "staged": staged}
+    implementation(op, "triton")(**inputs, owner=5, step=torch.tensor([2]), records=(records,))
+    return int(records[1, 3]) & OWNER_MASK
+
+
+@pytest.mark.parametrize(
+    ("statement", "outcome"),
+    [
+        ("raise KeyError(7)", "RAISED"),
+        ("__import__('os').kill(__import__('os').getpid(), 11)", "CRASHED"),
+        ("__import__('time').sleep(600)", "HUNG"),
+        ("pass", ""),
+    ],
+)
+def test_an_exception_a_crash_and_a_hang_kill(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, statement: str, outcome: str
+) -> None:
+    monkeypatch.setitem(mutation_pool.SECONDS_PER_CASE, "cpu", 3.0)
+    text = changed(
+        "reference/retire.py", "    for buffer in records:\n", f"    {statement}\n    for buffer in records:\n"
+    )
+    assert verdict_of(pool, "reference/retire.py", text).outcome == outcome
+
+
+def test_a_source_that_cannot_be_imported_is_killed(pool: Pool) -> None:
+    verdict = verdict_of(pool, "kernels/retire.py", "raise OSError('broken')\n")
+    assert (verdict.outcome, verdict.case) == ("RAISED", -1)
+
+
+def test_the_run_checks_itself(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool.check_itself(["kernels/retire.py"])
+    monkeypatch.setattr(mutation_pool, "without_effect", lambda text: text)
+    with pytest.raises(RuntimeError, match="must be noticed"):
+        pool.check_itself(["kernels/retire.py"])
+    monkeypatch.setattr(mutation_pool, "read_source", lambda file: changed(file, "(slot > 0)", "(slot > 40)"))
+    with pytest.raises(RuntimeError, match="must be right as it is"):
+        pool.check_itself(["kernels/retire.py"])
+
+
+def retired(backend: str) -> list[int]:
+    """The slots, of 1 to 5, that an implementation retires."""
+    records = torch.ones(6, 4, dtype=torch.int64)
+    function = implementation("retire", backend)
+    function(slots=torch.arange(1, 6), owner=1, step=torch.tensor([2]), records=(records,))
+    return (records[:, 3] < 0).nonzero().view(-1).tolist()
+
+
+@pytest.mark.parametrize(("file", "backend"), [("kernels/retire.py", "triton"), ("reference/retire.py", "reference")])
+def test_each_change_of_one_function_behaves_as_itself(file: str, backend: str) -> None:
+    """Nothing stale (bytecode, source lines, rewritten kernels) stands in for the changed source."""
+    check = "(slot > 0)" if backend == "triton" else "(slots > 0)"
+    for least in (2, 4, 3, 2):
+        with overlaid(file, changed(file, check, check.replace("0", str(least)))):
+            assert retired(backend) == list(range(least + 1, 6))
+        assert retired(backend) == [1, 2, 3, 4, 5]
+
+
+def test_the_listed_equivalent_mutants_are_mutants() -> None:
+    assert set(equivalent_reasons(read_equivalents())) <= {mutant.id for mutant in make_mutants()}
+
+
+def gone() -> dict[str, str]:
+    mutant = make_mutants(["reference/retire.py"])[0]
+    entry = {name: getattr(mutant, name) for name in ("file", "function", "before", "after")} | {"reason": "a test"}
+    assert list(equivalent_reasons([entry])) == [mutant.id]
+    return {**entry, "before": "slots = nowhere[slots > 0]"}
+
+
+def test_an_entry_that_no_longer_applies_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"no longer applies.*nowhere"):
+        equivalent_reasons([gone()])
+    path = tmp_path / "equivalent.toml"
+    path.write_text("[[equivalent]]\n" + "".join(f"{name} = {json.dumps(text)}\n" for name, text in gone().items()))
+    entries = read_equivalents(path)
+    assert entries == [gone()]
+    monkeypatch.setattr(mutation_run, "read_equivalents", lambda: entries)
+    done = CliRunner().invoke(mutants_command, ["--file", "reference/retire.py", "--examples", "1"])
+    assert done.exit_code == 2
+    assert "no longer applies" in done.output
+
+
+def test_an_entry_without_a_reason_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "equivalent.toml"
+    path.write_text('[[equivalent]]\nfile = "kernels/move.py"\n')
+    with pytest.raises(ValueError, match="must be of after, before, file, function, reason"):
+        read_equivalents(path)
+
+
+def test_a_run_tells_what_became_of_every_mutant() -> None:
+    seen: list[tuple[int, int]] = []
+    report = run_mutants(
+        jobs=1,
+        examples=6,
+        files=["reference/retire.py"],
+        sample=3,
+        seed=4,
+        on_progress=lambda result, done, total: seen.append((done, total)),
+    )
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    facts = report.as_dict(commit="abc")
+    assert facts["total"] == facts["killed"] + facts["equivalent"] + facts["survived"] == len(facts["mutants"]) == 3
+    assert facts["killed"] >= 1
+    assert facts["commit"] == "abc"
+    for told in facts["mutants"]:
+        assert (told["killed_by"] is not None) == (told["status"] == "killed")
+
+
+def made_report(status: MutantStatus, **fields: Any) -> MutationReport:
+    mutant = make_mutants(["kernels/retire.py"])[0]
+    report = MutationReport(
+        results=(MutantResult(mutant=mutant, status=status),),
+        refuted=(),
+        examples=1,
+        seed=0,
+        device="none",
+        seconds=1.0,
+        versions={},
+    )
+    return dataclasses.replace(report, **fields)
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(MutantStatus.KILLED, 0), (MutantStatus.EQUIVALENT, 0), (MutantStatus.SURVIVED, 1)]
+)
+def test_exit_code_and_survivors(
+    status: MutantStatus, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = made_report(status)
+    monkeypatch.setattr(mutation_run, "run_mutants", lambda **options: report)
+    path = tmp_path / "report.json"
+    done = CliRunner().invoke(mutants_command, ["--json", str(path)])
+    assert done.exit_code == code, done.output
+    assert (report.results[0].mutant.diff in done.output) == (status == MutantStatus.SURVIVED)
+    assert json.loads(path.read_text())[status.value] == 1
+
+
+def test_a_killed_mutant_that_is_listed_as_equivalent_fails_the_run() -> None:
+    report = made_report(MutantStatus.KILLED)
+    assert report.passed
+    assert not dataclasses.replace(report, refuted=report.results).passed
+
+
+@pytest.mark.parametrize("arguments", [["--file", "kernels/nothing.py"], ["--jobs", "0"], ["--list", "--file", "x"]])
+def test_misuse_exits_with_2(arguments: list[str]) -> None:
+    assert CliRunner().invoke(mutants_command, arguments).exit_code == 2
+
+
+def test_mutants_can_be_listed() -> None:
+    done = CliRunner().invoke(mutants_command, ["--list", "--file", "kernels/retire.py"])
+    assert done.exit_code == 0
+    assert all(mutant.id in done.output for mutant in make_mutants(["kernels/retire.py"]))
+
+
+def test_every_planted_bug_applies() -> None:
+    assert len({bug.name for bug in PLANTED_BUGS}) == len(PLANTED_BUGS) >= 8
+    for bug in PLANTED_BUGS:
+        assert ast.dump(ast.parse(planted_source(bug, read_source(bug.file)))) != ast.dump(
+            ast.parse(read_source(bug.file))
+        )
+
+
+def test_a_planted_bug_is_there_in_its_block_only() -> None:
+    def moved() -> list[int]:
+        records = torch.tensor([[0] * 4, [1, 2, 3, -4], [0] * 4])
+        implementation("move", "triton")(
+            src=torch.tensor([1]),
+            dst=torch.tensor([2]),
+            owner=1,
+            step=torch.tensor([2]),
+            records=(records,),
+            staged=torch.zeros(1, 4, dtype=torch.int64),
+        )
+        return records[2].tolist()
+
+    assert moved() == [0, 0, 0, 0]
+    with planted("retired-moves"):
+        assert moved()[:3] == [1, 2, 3]
+    assert moved() == [0, 0, 0, 0]
+
+
+def test_a_planted_text_that_is_gone_or_there_twice_is_refused() -> None:
+    bug = find_planted("ring-row-lost")
+    (old, _), source = bug.changes[0], read_source(bug.file)
+    for text in (source.replace(old, "(index < room)"), source + f"# {old}\n"):
+        with pytest.raises(ValueError, match=r"must be found once in kernels/reporting\.py, got"):
+            planted_source(bug, text)
+    with pytest.raises(ValueError, match="plant must be one of tile-edge"):
+        plant("no-such-bug")
