@@ -12,7 +12,10 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import ensu
 # The oldest transformers that the adapter is tested with; constraints.txt pins the newest.
 OLD_TRANSFORMERS := transformers==5.17.*
 
-.PHONY: help setup demo check test test-tf517 fuzz clean
+# How long `make fuzz` looks.
+MINUTES ?= 30
+
+.PHONY: help setup demo check test test-tf517 fuzz mutants planted clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -37,8 +40,14 @@ test: check ## check, then every test, Triton in its interpreter
 test-tf517: .venv-tf517/.stamp ## the adapter's tests with the oldest transformers, in .venv-tf517
 	.venv-tf517/bin/pytest -n 2 --benchmark-disable tests/engines
 
-fuzz: .venv/.stamp ## differential tests with ten times the cases
-	.venv/bin/pytest -n 2 --benchmark-disable tests/difftest --examples 2000
+fuzz: .venv/.stamp ## look for differences between kernels and references for half an hour (MINUTES=...)
+	.venv/bin/kv-canary difftest fuzz --minutes $(MINUTES) --database .hypothesis/examples
+
+mutants: .venv/.stamp ## change kernels and references one by one: does a test notice each?
+	.venv/bin/kv-canary difftest mutants
+
+planted: .venv/.stamp ## how long fuzzing takes to find bugs that were planted
+	.venv/bin/kv-canary difftest planted
 
 clean: ## remove environments, builds and caches; found counterexamples stay
 	rm -rf .venv .venv-tf517 build dist *.egg-info .benchmarks .mypy_cache .pytest_cache .ruff_cache

@@ -36,7 +36,6 @@ from kv_canary.specs.interface import KernelSpec
 # The model engine with every implementation behind it, beside the ops by themselves.
 ENGINE = "engine"
 
-SHRINK_S = 60.0
 REPORT_EVERY_S = 0.5
 
 
@@ -56,6 +55,7 @@ class Campaign:
         imports: Python files or modules that register ops.
         plant: name of a planted bug to run with, or None.
         max_findings: stop after as many different findings; 0: never.
+        shrink_s: how long Hypothesis may shrink a finding; the call itself is then minimized for half as long.
     """
 
     targets: tuple[str, ...] = ()
@@ -69,6 +69,7 @@ class Campaign:
     imports: tuple[str, ...] = ()
     plant: str | None = None
     max_findings: int = 0
+    shrink_s: float = 60.0
 
     def __post_init__(self) -> None:
         if (self.minutes is None) == (self.examples is None):
@@ -310,7 +311,7 @@ class _Job:
         """Stop where the time is up; a hunt gets a while to shrink what it has."""
         hunt, now = self._hunt, time.monotonic()
         if hunt is not None and hunt.signature is not None:
-            if now - hunt.since > SHRINK_S:
+            if now - hunt.since > self.campaign.shrink_s:
                 raise _Over
         elif self.stop.is_set() or (self.end is not None and now > self.end):
             raise _Over
@@ -344,7 +345,7 @@ class _Job:
         if hunt is None or hunt.spec is None or hunt.signature is None:
             return
         spec, signature = hunt.spec, hunt.signature
-        end = time.monotonic() + SHRINK_S / 2
+        end = time.monotonic() + self.campaign.shrink_s / 2
 
         def still_fails(case: Mapping[str, Any]) -> bool:
             if time.monotonic() > end:

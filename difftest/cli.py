@@ -72,6 +72,14 @@ def campaign_options(command: Any) -> Any:
                 help="Folder for what is found.",
             ),
             click.option("--max-findings", type=click.IntRange(0), default=0, help="Stop after that many; 0: never."),
+            click.option(
+                "--shrink",
+                "shrink_s",
+                type=click.FloatRange(min=0),
+                default=60.0,
+                show_default=True,
+                help="Seconds to make a finding smaller.",
+            ),
             imports_option,
             plant_option,
             click.option("--coverage", is_flag=True, help="Print every pair of features with its count of cases."),
@@ -126,8 +134,9 @@ def fuzz(minutes: float, **options: Any) -> None:
 @plant_option
 @click.option("--most", type=click.IntRange(1), default=20, show_default=True, help="Differences to show.")
 @click.option("--trace/--no-trace", default=True, help="Find which program wrote what differs, in the interpreter.")
+@click.option("--svg", type=OUT_FILE, help="Save what is printed as a picture too.")
 @click.option("--json", "as_json", is_flag=True, help="Print for a machine.")
-def replay(file: Path, device: str, plant: str | None, most: int, trace: bool, as_json: bool) -> None:
+def replay(file: Path, device: str, plant: str | None, most: int, trace: bool, svg: Path | None, as_json: bool) -> None:
     """Run a saved case again, and say what differs: which record, which field, both values, which program.
 
     Exit code 0 where it no longer fails, 1 where it does.
@@ -146,7 +155,10 @@ def replay(file: Path, device: str, plant: str | None, most: int, trace: bool, a
     if as_json:
         click.echo(json.dumps(result.as_dict(), indent=2))
     else:
-        show_replay(Console(), case, result)
+        console = Console(record=svg is not None)
+        show_replay(console, case, result)
+        if svg is not None:
+            console.save_svg(str(svg), title=f"kv-canary difftest replay {file.name}")
     raise SystemExit(1 if result.mismatch is not None else 0)
 
 
@@ -315,11 +327,18 @@ def planted_bugs(names: tuple[str, ...], only_list: bool, json_path: Path | None
 )
 @click.option("--examples", type=click.IntRange(1), default=200, show_default=True, help="Calls of each op at most.")
 @click.option("--seconds", type=click.FloatRange(min=1), default=150.0, show_default=True, help="Of each tool.")
+@plant_option
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the calls.")
 @click.option("--json", "json_path", type=OUT_FILE, help="Write the facts here, for a machine.")
 @click.option("--commit", default="unknown", help="The commit under test, for --json.")
 def sanitize_launches(
-    tools: tuple[str, ...], examples: int, seconds: float, seed: int, json_path: Path | None, commit: str
+    tools: tuple[str, ...],
+    examples: int,
+    seconds: float,
+    plant: str | None,
+    seed: int,
+    json_path: Path | None,
+    commit: str,
 ) -> None:
     """Run Triton's launches under NVIDIA's compute-sanitizer, on a GPU.
 
@@ -349,7 +368,7 @@ def sanitize_launches(
     results = []
     for tool in tools or TOOLS:
         with console.status(f"{tool}: {seconds:.0f} s"):
-            result = sanitize(tool, drawn, seconds=seconds)
+            result = sanitize(tool, drawn, seconds=seconds, plant=plant)
         results.append(result)
         counts = str(sum(result.calls.values())), str(sum(result.launches.values()))
         table.add_row(tool, *counts, str(result.errors), f"{result.seconds:.0f}")
@@ -357,7 +376,7 @@ def sanitize_launches(
             console.print(result.output, highlight=False)
     console.print(table)
     if json_path is not None:
-        facts = {"device": device_name("cuda"), "versions": versions(), "commit": commit, "seed": seed}
+        facts = {"device": device_name("cuda"), "versions": versions(), "commit": commit, "seed": seed, "plant": plant}
         facts["tools"] = [result.as_dict() for result in results]
         json_path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     raise SystemExit(1 if any(result.errors for result in results) else 0)

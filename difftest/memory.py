@@ -258,7 +258,8 @@ def _rows(raw: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
 
 def _content(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of the elements of `tensor`, flat, on the CPU."""
-    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    # A tensor of one element may have any stride and count as contiguous.
+    return tensor.detach().clone(memory_format=torch.contiguous_format).cpu().reshape(-1).view(torch.uint8)
 
 
 def _seed_of(leaf: Leaf) -> int:

@@ -71,11 +71,14 @@ def find_sanitizer() -> str:
     return found
 
 
-def sanitize(tool: str, cases: Mapping[str, Sequence[Mapping[str, Any]]], *, seconds: float) -> SanitizerResult:
+def sanitize(
+    tool: str, cases: Mapping[str, Sequence[Mapping[str, Any]]], *, seconds: float, plant: str | None = None
+) -> SanitizerResult:
     """Run the calls, over and over the ops, under one of `TOOLS` until they or the `seconds` are over.
 
     Args:
         cases: calls by op, complete or partial, on the CPU.
+        plant: name of a planted bug to run with, to see that the tool sees it.
 
     Raises:
         ValueError: there is no compute-sanitizer, or the tool is unknown.
@@ -90,7 +93,7 @@ def sanitize(tool: str, cases: Mapping[str, Sequence[Mapping[str, Any]]], *, sec
             {"op": op, "arguments": encode(get_spec(op), get_spec(op).bind(case))} for op, case in in_turn(cases)
         ]
         torch.save(encoded, file)
-        child = "import sys; from kv_canary.difftest.sanitize import serve; serve(sys.argv[1], float(sys.argv[2]))"
+        child = "import sys; from kv_canary.difftest.sanitize import serve; serve(*sys.argv[1:])"
         command = [
             find_sanitizer(),
             "--tool",
@@ -104,6 +107,7 @@ def sanitize(tool: str, cases: Mapping[str, Sequence[Mapping[str, Any]]], *, sec
             child,
             str(file),
             str(seconds),
+            plant or "",
         ]
         environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
@@ -129,8 +133,12 @@ def in_turn(cases: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[tuple[str,
     return [(op, calls[i]) for i in range(longest) for op, calls in cases.items() if i < len(calls)]
 
 
-def serve(file: str, seconds: float) -> None:
+def serve(file: str, seconds: str, plant: str) -> None:
     """The child: launch the calls saved in `file` until `seconds` are over, and print how many there were."""
+    if plant:
+        from kv_canary.difftest.planted import plant as plant_bug
+
+        plant_bug(plant)
     launches: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     now = ""
@@ -143,7 +151,7 @@ def serve(file: str, seconds: float) -> None:
         return run(self, *arguments, **keywords)
 
     JITFunction.run = counted
-    end = time.monotonic() + seconds
+    end = time.monotonic() + float(seconds)
     for entry in torch.load(file, weights_only=True):
         if time.monotonic() > end:
             break
@@ -153,8 +161,8 @@ def serve(file: str, seconds: float) -> None:
         implementation(now, "triton")(**call)
         torch.cuda.synchronize()
         calls[now] += 1
-    for op, count in calls.items():
-        print(f"kv-canary-launches {op} {count} {launches[op]}")
+        # At once: a launch that the tool stops ends the process.
+        print(f"kv-canary-launches {now} {calls[now]} {launches[now]}", flush=True)
 
 
 def _on_device(spec: KernelSpec, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def _save(
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().cpu().reshape(-1).view(torch.uint8)
+    return tensor.clone(memory_format=torch.contiguous_format).cpu().reshape(-1).view(torch.uint8)
 
 
 def _named_rows(spec: KernelSpec, call: Mapping[str, Any]) -> torch.Tensor:

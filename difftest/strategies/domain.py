@@ -5,7 +5,8 @@ Structure is drawn from Hypothesis, so that it shrinks; bulk content (tokens, by
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from kv_canary.backends import implementation
-from kv_canary.constants import ANCHOR, to_signed
+from kv_canary.constants import ANCHOR, VIOLATION_WORDS, to_signed
 from kv_canary.difftest.features import GIANT
 from kv_canary.difftest.hostile import HOSTILE, INT64_MAX, INT64_MIN
 from kv_canary.difftest.memory import sparse_storage
@@ -22,6 +23,16 @@ from kv_canary.specs.structures import Endpoint, KvSource, ViolationLog, WritePl
 # Just below, at and just above the tiles of the kernels and the blocks of a strided plan.
 TILE_EDGES = (15, 16, 17, 31, 32, 33, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1024, 1025, 2049)
 
+# The longest span of a giant tensor: far enough for most rows to lie past 2**31, and a GPU must hold all of it.
+_GIANT_BYTES = 20 << 30
+
+# A source this long is given tokens of fewer bytes.
+_SOURCE_BYTES = 1 << 18
+
+# Elements of all sizes that KV is kept in. Integers, since random bytes as floats are now and then NaN, which equals
+# nothing.
+_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
+
 seeds = st.integers(0, 2**32 - 1)
 steps = st.one_of(st.integers(0, 100), st.sampled_from([(1 << 39) - 1, 1 << 39, (1 << 62) + 5, INT64_MIN]))
 owner_numbers = st.one_of(st.integers(0, 20), st.sampled_from([(1 << 24) - 1, 1 << 24, (1 << 24) + 3, INT64_MAX, -1]))
@@ -29,12 +40,14 @@ owner_numbers = st.one_of(st.integers(0, 20), st.sampled_from([(1 << 24) - 1, 1 
 
 def lengths(*, longest: int = 1025) -> st.SearchStrategy[int]:
     """Mostly short lengths, sometimes at the edge of a tile."""
-    return st.one_of(st.integers(0, 40), st.sampled_from([e for e in TILE_EDGES if e <= longest]))
+    edges = [e for e in TILE_EDGES if e <= longest]
+    return st.one_of(st.integers(0, min(40, longest)), st.sampled_from(edges or [longest]))
 
 
 def batch_sizes() -> st.SearchStrategy[int]:
-    """Mostly a handful of requests, sometimes none, rarely more than one block of them."""
-    return st.one_of(st.integers(0, 6), st.integers(0, 6), st.sampled_from([0, 1, 1, 17, 255, 256, 257, 257, 300]))
+    """Mostly a handful of requests, sometimes none, rarely more than one block of them, or two."""
+    many = [0, 1, 1, 17, 255, 256, 257, 257, 513, 520, 600]
+    return st.one_of(st.integers(0, 6), st.integers(0, 6), st.sampled_from(many))
 
 
 def int64(values: Any) -> torch.Tensor:
@@ -49,6 +62,11 @@ def replace_some(draw: Any, values: list[int], hostile: tuple[int, ...] = HOSTIL
         for _ in range(draw(st.integers(0, most))):
             values[draw(st.integers(0, len(values) - 1))] = draw(st.sampled_from(hostile))
     return values
+
+
+def often(draw: Any, one_in: int) -> bool:
+    """Whether one case of `one_in` gets something."""
+    return bool(draw(st.sampled_from([False] * (one_in - 1) + [True])))
 
 
 def draw_giant(draw: Any, giant: bool | None) -> bool:
@@ -70,7 +88,8 @@ def strided_rows(draw: Any, tensor: torch.Tensor, *, multiple: int = 1, giant: b
 def _far_apart(draw: Any, tensor: torch.Tensor, *, multiple: int) -> torch.Tensor:
     """Return `tensor` [n, m] with more than 2**31 elements between its first row and its last; few take memory."""
     num_rows, length = tensor.shape
-    apart = GIANT // (num_rows - 1) // multiple + 1 + draw(st.sampled_from([0, 1, 5]))
+    span = draw(st.sampled_from([GIANT, _GIANT_BYTES // tensor.element_size()]))
+    apart = span // (num_rows - 1) // multiple + 1 + draw(st.sampled_from([0, 1, 5]))
     stride = max(apart, -(-length // multiple)) * multiple
     whole = sparse_storage(((num_rows - 1) * stride + length) * tensor.element_size()).view(tensor.dtype)
     return whole.as_strided((num_rows, length), (stride, 1)).copy_(tensor)
@@ -78,29 +97,32 @@ def _far_apart(draw: Any, tensor: torch.Tensor, *, multiple: int) -> torch.Tenso
 
 @st.composite
 def kv_sources(draw: Any, num_slots: int, *, short: bool = True, giant: bool = False) -> KvSource:
-    """A source of any geometry, which covers all slots or, rarely, if it may be `short`, is a row too short.
+    """A source of bytes of any geometry, which covers all slots or, if it may be `short`, rarely not the first or last.
 
     A `giant` one has rows so far apart that 32 bits do not hold every offset, if it has several.
     """
     page_size = draw(st.sampled_from([1, 1, 2, 3, 16]))
     # Half of them have all their words aligned: everything is a multiple of eight bytes.
     unit = draw(st.sampled_from([1, 8]))
-    bytes_per_token = draw(st.sampled_from([1, 4, 8, 12, 16, 24, 40, 73, 128, 584] if unit == 1 else [8, 24, 128, 584]))
-    reads = [1, 3, 8, 16, 16, 20, 64] if unit == 1 else [8, 16, 64]
-    read_bytes = draw(st.sampled_from([*reads, bytes_per_token, 2 * bytes_per_token]))
+    sizes = [1, 4, 8, 12, 16, 24, 40, 73, 128, 584, 584] if unit == 1 else [8, 24, 128, 584]
+    bytes_per_token = draw(st.sampled_from([b for b in sizes if b * num_slots <= _SOURCE_BYTES] or [unit, 2 * unit]))
+    reads = [1, 3, 8, 16, 16, 20, 64, 300] if unit == 1 else [8, 16, 64, 264]
+    read_bytes = draw(st.sampled_from([*reads, bytes_per_token, bytes_per_token, 2 * bytes_per_token]))
     offset_bytes = draw(st.sampled_from([0, 0, 1, 4, 8] if unit == 1 else [0, 8]))
     phase = draw(st.sampled_from([0, 0, 1, 2, 4] if unit == 1 else [0]))
-    slot_bias = draw(st.integers(0, 1))
+    slot_bias = draw(st.sampled_from([0, 0, 0, 1, 1, 2, 3] if short else [0, 1]))
     num_layers = draw(st.integers(1, 3))
     missing = draw(st.sampled_from([0, 0, 0, 1])) if short else 0
     num_rows = max(1, -(-(num_slots - slot_bias) // page_size) - missing)
     row_bytes = offset_bytes + page_size * bytes_per_token + draw(st.sampled_from([0, 0, 3 * unit, 8]))
     row_stride = row_bytes + draw(st.sampled_from([0, 0, 5 * unit, 16]))
     rng = np.random.default_rng(draw(seeds))
+    if giant and num_rows > 1:
+        span = draw(st.sampled_from([GIANT, _GIANT_BYTES // num_layers]))
+        row_stride = max(row_stride, (span // (num_rows - 1) // unit + 1) * unit)
     layers = []
     for _ in range(num_layers):
         if giant and num_rows > 1:
-            row_stride = max(row_stride, (GIANT // (num_rows - 1) // unit + 1) * unit)
             raw = sparse_storage(phase + num_rows * row_stride)
         else:
             raw = torch.from_numpy(rng.integers(0, 256, phase + num_rows * row_stride, dtype=np.uint8))
@@ -118,12 +140,39 @@ def kv_sources(draw: Any, num_slots: int, *, short: bool = True, giant: bool = F
 
 
 @st.composite
+def typed_sources(draw: Any, num_slots: int, *, giant: bool = False) -> KvSource:
+    """A source as `kv_sources` draws them, half of the time as elements of another dtype, or rows of three axes."""
+    source: KvSource = draw(kv_sources(num_slots, giant=giant))
+    first = source.layers[0]
+    numbers = (first.stride(0), first.shape[1], *(layer.data_ptr() for layer in source.layers))
+    fits = [t for t in _DTYPES if not any(n % t.itemsize for n in numbers)]
+    dtype = draw(st.sampled_from([torch.uint8, *fits[::-1]]))
+    layers = tuple(layer if dtype == torch.uint8 else _as_dtype(layer, dtype) for layer in source.layers)
+    length = layers[0].shape[1]
+    heads = draw(st.sampled_from([1, 1, *(h for h in (1, 2, 4) if length % h == 0)]))
+    if draw(st.booleans()):
+        layers = tuple(layer.unflatten(1, (heads, length // heads)) for layer in layers)
+    return replace(source, layers=layers)
+
+
+def _as_dtype(layer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the bytes [n, m] as elements of `dtype`, which its address, its strides and m are multiples of."""
+    if layer.shape[0] == 1:
+        return layer[0].view(dtype)[None]
+    start, stride, size = layer.storage_offset(), layer.stride(0), dtype.itemsize
+    # From the first row on, since what lies before it need not be a whole element.
+    whole = layer.as_strided(((layer.shape[0] - 1) * stride + layer.shape[1],), (1,), start).view(dtype)
+    shape = layer.shape[0], layer.shape[1] // size
+    return whole.as_strided(shape, (stride // size, 1), whole.storage_offset())
+
+
+@st.composite
 def violation_logs(draw: Any) -> ViolationLog:
-    """A log with room, nearly full, full or without a ring."""
-    capacity = draw(st.sampled_from([0, 1, 8, 256, 2048]))
-    log = ViolationLog.allocate(ring_cap=capacity)
-    log.count[0] = draw(st.sampled_from([0, 0, 0, 1, capacity, capacity + 3]))
-    return log
+    """A log with room, nearly full, full or without a ring, whose rows hold anything."""
+    capacity = draw(st.sampled_from([0, 1, 2, 8, 256, 2048]))
+    rng = np.random.default_rng(draw(seeds))
+    ring = torch.from_numpy(rng.integers(INT64_MIN, INT64_MAX, (capacity, VIOLATION_WORDS)))
+    return ViolationLog(ring=ring, count=int64([draw(st.sampled_from([0, 0, 0, 1, capacity, capacity + 3]))]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,23 +196,25 @@ class World:
 
 
 @st.composite
-def worlds(draw: Any, *, longest: int = 257, tag: int = 0, giant: bool = False) -> World:
+def worlds(draw: Any, *, longest: int = 257, room: int = 0, tag: int = 0, giant: bool = False) -> World:
     """A pool with some requests cached in it, their records written by the reference.
 
-    Requests may share a prefix; slots come in pages, in random order; some slots are free. In a `giant` world records
-    or sources have rows so far apart that 32 bits do not hold every offset.
+    Requests may share a prefix; slots come in pages, in random order; at least `room` slots are free. In a `giant`
+    world records or sources have rows so far apart that 32 bits do not hold every offset; half of the time it is
+    small, so that most slots in use lie that far.
     """
+    small = giant and draw(st.booleans())
     if giant:
-        longest = min(longest, 129)
+        longest, room = (draw(st.integers(1, 4)) if small else min(longest, 129)), 0
     rng = np.random.default_rng(draw(seeds))
-    count = draw(st.one_of(st.just(1), st.integers(0, 5)))
-    lens = [draw(lengths(longest=longest)) for _ in range(count)]
-    page = draw(st.sampled_from([1, 1, 4, 16]))
+    count = draw(st.integers(1, 2) if small else st.one_of(st.just(1), st.integers(0, 5)))
+    lens = [draw(st.integers(1, longest) if small else lengths(longest=longest)) for _ in range(count)]
+    page = draw(st.sampled_from([1] if small else [1, 1, 4, 16]))
     num_rows = count + 1 + draw(st.integers(0, 2))
     rows = [int(r) for r in rng.permutation(np.arange(1, num_rows))[:count]]
     width = max([1, *lens])
     pages = [-(-n // page) for n in lens]
-    order = 1 + rng.permutation(sum(pages) + draw(st.integers(0, 3)))
+    order = 1 + rng.permutation(sum(pages) + draw(st.integers(0, 3)) + -(-room // page))
     num_slots = (len(order) + 1) * page
     slots = np.zeros((num_rows, width), dtype=np.int64)
     tokens = np.zeros((num_rows, width), dtype=np.int64)
@@ -185,7 +236,7 @@ def worlds(draw: Any, *, longest: int = 257, tag: int = 0, giant: bool = False) 
         owners[1] = owners[0]
     far = draw(st.sampled_from(["records", "k", "v"])) if giant else ""
     sources = [
-        draw(kv_sources(num_slots, giant=True) if far == name else st.one_of(st.none(), kv_sources(num_slots)))
+        draw(typed_sources(num_slots, giant=True) if far == name else st.one_of(st.none(), typed_sources(num_slots)))
         for name in ("k", "v")
     ]
     records = torch.zeros(num_slots, 4, dtype=torch.int64)
@@ -256,8 +307,11 @@ def _write_history(world: World, *, step: int) -> None:
     )
 
 
-def damage_records(draw: Any, records: torch.Tensor, *, most: int = 4) -> None:
-    """Damage up to `most` records: a bit flipped, a word or a whole record zeroed, or retired."""
+def damage_records(draw: Any, records: torch.Tensor, used: Sequence[int] = (), *, most: int = 4) -> None:
+    """Damage records: up to `most` anywhere, and often many of those in `used`, in all the ways there are.
+
+    A bit is flipped, one word is left alone or zeroed, K and V are others, or the record is zeroed, retired, swapped.
+    """
     for _ in range(draw(st.integers(0, most)) if len(records) > 1 else 0):
         slot = draw(st.integers(1, len(records) - 1))
         kind = draw(st.sampled_from(["flip", "zero", "retire", "swap"]))
@@ -270,11 +324,35 @@ def damage_records(draw: Any, records: torch.Tensor, *, most: int = 4) -> None:
         else:
             other = draw(st.integers(1, len(records) - 1))
             records[[slot, other]] = records[[other, slot]]
+    inside = sorted({s for s in used if 0 < s < len(records)})
+    if inside and not often(draw, 3):
+        rng = np.random.default_rng(draw(seeds))
+        chosen = rng.permutation(inside)[: draw(st.sampled_from([10, 20, 30]))].tolist()
+        for i, slot in zip(rng.permutation(max(10, len(chosen))).tolist(), chosen, strict=False):
+            _deform(records[slot], i % 10, int(rng.integers(1, 1 << 62)))
+    if often(draw, 4):
+        # Nothing writes there, and nobody may take it for a record.
+        records[0] = int64([draw(seeds), draw(seeds), 0, draw(st.integers(0, 1))])
+
+
+def _deform(record: torch.Tensor, kind: int, other: int) -> None:
+    """Change one record in the way number `kind` of ten; `other` is any number that is not negative."""
+    word = kind % 4
+    if kind < 4:
+        kept = int(record[word]) or other
+        record.zero_()
+        record[word] = kept
+    elif kind < 8:
+        record[word] = 0
+    elif kind == 8:
+        record[2] ^= to_signed(other << 1 | 1)
+    else:
+        record[3] |= to_signed(1 << 63)
 
 
 def damage_bytes(draw: Any, source: KvSource | None) -> None:
     """Flip a bit somewhere in the source's bytes, or not."""
     if source is not None and draw(st.booleans()):
         layer = source.layers[draw(st.integers(0, len(source.layers) - 1))]
-        row, column = draw(st.integers(0, layer.shape[0] - 1)), draw(st.integers(0, layer.shape[1] - 1))
-        layer[row, column] ^= 1 << draw(st.integers(0, 7))
+        row = layer[draw(st.integers(0, layer.shape[0] - 1))].view(-1).view(torch.uint8)
+        row[draw(st.integers(0, len(row) - 1))] ^= 1 << draw(st.integers(0, 7))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from kv_canary.difftest.strategies.domain import draw_giant, strided_rows
+from kv_canary.difftest.strategies.domain import draw_giant, often, strided_rows
 from kv_canary.difftest.strategies.segments import segments
 
 
@@ -18,7 +18,7 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
     giant = draw_giant(draw, giant)
     drawn = draw(segments())
     tensors = drawn["tensors"]
-    if draw(st.booleans()):
+    if often(draw, 3):
         tensors["starts"] = None
     rng = np.random.default_rng(drawn["seed"])
     pool = rng.integers(-5, 1 << 17, (drawn["num_rows"], drawn["max_len"]), dtype=np.int32)

@@ -8,14 +8,15 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from kv_canary.constants import HEAD_OF_CHAIN, UNCHECKED, Tag
-from kv_canary.difftest.hostile import HOSTILE
+from kv_canary.constants import HEAD_OF_CHAIN, MASK64, UNCHECKED, Tag, to_signed
+from kv_canary.difftest.hostile import HOSTILE, INT64_MAX, INT64_MIN
 from kv_canary.difftest.strategies.domain import (
     World,
     damage_bytes,
     damage_records,
     draw_giant,
     int64,
+    often,
     replace_some,
     steps,
     violation_logs,
@@ -50,16 +51,36 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
     n = len(entries["slots"])
     if draw(st.booleans()):
         entries["tokens"] = [-1] * n
-    damage_records(draw, world.endpoint.records)
+    records = world.endpoint.records
+    damage_records(draw, records, entries["slots"])
+    _use_high_bits(draw, entries, records)
+    if n and often(draw, 6):
+        # Nothing is where it should be, in more entries than three programs take.
+        n = draw(st.integers(385, 520))
+        entries = {name: (values * n)[:n] for name, values in entries.items()}
+        entries["positions"] = [p + 1 for p in entries["positions"]]
     damage_bytes(draw, world.endpoint.k_source)
     damage_bytes(draw, world.endpoint.v_source)
+    outside = (-1, 0, world.num_rows, (1 << 31) - 1, -(1 << 31))
+    if n and bool(records[0].any()):
+        # A predecessor that is padding says nothing, even if something is there.
+        entries["prev_slots"] = replace_some(draw, entries["prev_slots"], (0,))
+    anchors = world.anchors
+    if anchors is None and draw(st.booleans()):
+        anchors = torch.from_numpy(rng.integers(INT64_MIN, INT64_MAX, world.num_rows))
+    if n and anchors is not None and draw(st.booleans()):
+        # Heads of chains of rows that have no anchor.
+        for row in outside:
+            i = draw(st.integers(0, n - 1))
+            entries["rows"][i], entries["prev_slots"][i] = row, HEAD_OF_CHAIN
     if draw(st.booleans()):
         # Entries an engine would never ask for: other slots, positions and tokens, and values out of any range.
         odd = (*HOSTILE, 0, 1, world.num_slots - 1, world.num_slots, world.num_slots + 1)
-        entries["slots"] = replace_some(draw, entries["slots"], (0,), most=1)
+        for name, value in (("slots", 0), ("slots", world.num_slots), ("prev_slots", 0), ("tokens", 0)):
+            entries[name] = replace_some(draw, entries[name], (value,), most=2)
         for name in ("slots", "prev_slots", "positions", "tokens"):
             entries[name] = replace_some(draw, entries[name], odd)
-        entries["rows"] = replace_some(draw, entries["rows"], (-1, 0, world.num_rows, (1 << 31) - 1, -(1 << 31)))
+        entries["rows"] = replace_some(draw, entries["rows"], outside)
     spare = draw(st.integers(0, 3))
     filler = [int(v) for v in rng.integers(-5, 50, spare)]
     valid = draw(st.sampled_from([n, n, n, n - 1, 0, -1, n + spare, n + spare + 1, (1 << 31) - 1]))
@@ -71,9 +92,24 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
             num_requested=torch.tensor([n]),
         ),
         "endpoint": world.endpoint,
-        "anchors": world.anchors if draw(st.booleans()) else None,
+        "anchors": anchors if draw(st.booleans()) or anchors is not world.anchors else None,
         "step": int64([draw(steps)]),
         "track_lifetime": draw(st.booleans()),
         "violations": draw(violation_logs()),
         "counters": torch.arange(2 * len(Tag)).view(-1, 2),
     }
+
+
+def _use_high_bits(draw: Any, entries: dict[str, list[int]], records: torch.Tensor) -> None:
+    """Let some records hold tokens and positions from 2**31 on, or token 0, as their entries expect."""
+    for _ in range(draw(st.sampled_from([0, 3, 3])) if entries["slots"] else 0):
+        i = draw(st.integers(0, len(entries["slots"]) - 1))
+        slot = entries["slots"][i]
+        identity = int(records[slot, 0]) & MASK64
+        kind = draw(st.sampled_from(["token", "position", "zero"]))
+        if kind == "zero":
+            identity &= ~0xFFFFFFFF
+        else:
+            identity |= 1 << (31 if kind == "token" else 63)
+        records[slot, 0] = to_signed(identity)
+        entries["tokens"][i], entries["positions"][i] = identity & 0xFFFFFFFF, identity >> 32
