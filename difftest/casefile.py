@@ -167,7 +167,8 @@ def check_round_trip(spec: KernelSpec, arguments: Mapping[str, Any]) -> None:
     theirs = {leaf.path: leaf.tensor for leaf in spec.leaves(loaded)}
     for leaf in spec.leaves(bound):
         mine, other = leaf.tensor, theirs.get(leaf.path)
-        if other is None or _layout(mine) != _layout(other) or not torch.equal(_content_bytes(mine), _content_bytes(other)):
+        same = other is not None and _layout(mine) == _layout(other)
+        if not same or other is None or not torch.equal(_content_bytes(mine), _content_bytes(other)):
             raise Mismatch(Outcome.FILE_DIFFERS, op=spec.name, backend="spec", path=leaf.path)
     for name, declared in spec.arguments.items():
         if isinstance(declared, ScalarSpec) and loaded[name] != bound[name]:

@@ -31,7 +31,7 @@ _SOURCE_BYTES = 1 << 18
 
 # Elements of all sizes that KV is kept in. Integers, since random bytes as floats are now and then NaN, which equals
 # nothing.
-_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
+_DTYPES = (torch.int8, torch.bfloat16, torch.float32, torch.int64)
 
 seeds = st.integers(0, 2**32 - 1)
 steps = st.one_of(st.integers(0, 100), st.sampled_from([(1 << 39) - 1, 1 << 39, (1 << 62) + 5, INT64_MIN]))
