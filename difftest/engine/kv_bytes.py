@@ -18,9 +18,15 @@ def fill_slots(source: KvSource, slots: Sequence[int], rng: np.random.Generator)
 
 
 def copy_slots(source: KvSource, src: Sequence[int], dst: Sequence[int]) -> None:
-    """Copy the tokens of slots `src` to slots `dst`, all within the source, as if all were read first."""
-    from_rows, from_columns = _where(source, src)
-    to_rows, to_columns = _where(source, dst)
+    """Copy the tokens of slots `src` to slots `dst`, as if all were read first; what is outside the source is left out.
+
+    A damaged table may name slots that are not there.
+    """
+    inside = [
+        pair for pair in zip(src, dst, strict=True) if all(0 <= _row(source, slot) < source.num_rows for slot in pair)
+    ]
+    from_rows, from_columns = _where(source, [a for a, _ in inside])
+    to_rows, to_columns = _where(source, [b for _, b in inside])
     for layer in source.layers:
         layer[to_rows, to_columns] = layer[from_rows, from_columns]
 
