@@ -72,7 +72,8 @@ def guarded(
     """Return a guarded copy of `arguments` on `device`, and its spans.
 
     Outputs are poisoned with a pattern that is the same in every run, so that bytes left untouched compare equal;
-    scratch, guard zones and gaps in inputs are filled with the pattern of run `fill`.
+    scratch, guard zones and gaps in inputs are filled with the pattern of run `fill`: around integers small numbers
+    where it is odd, else any bytes.
 
     Around every row of a giant tensor up to `GUARD_BYTES` of the gap on each side are guard bytes; what lies further
     from the rows is neither filled nor compared. On the CPU a row costs the pages it lies in; a GPU has no storage
@@ -177,6 +178,8 @@ def _place(leaf: Leaf, device: torch.device, fill: int) -> tuple[torch.Tensor, S
     raw = _pattern(2 * GUARD_BYTES + 16 + num_bytes, seed=fill)
     start = _start(raw, at_least=GUARD_BYTES, phase=tensor.data_ptr() % 16, item=tensor.element_size())
     end = start + num_bytes
+    if fill % 2 and leaf.tensor.dtype in (torch.int32, torch.int64):
+        _make_plausible(raw, start, leaf.tensor, seed=fill)
     if leaf.role == "out":
         raw[start:end] = _pattern(num_bytes, seed=_seed_of(leaf))
     elif leaf.role != "scratch" and num_bytes:
@@ -260,6 +263,15 @@ def _content(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of the elements of `tensor`, flat, on the CPU."""
     # A tensor of one element may have any stride and count as contiguous.
     return tensor.detach().clone(memory_format=torch.contiguous_format).cpu().reshape(-1).view(torch.uint8)
+
+
+def _make_plausible(raw: torch.Tensor, start: int, like: torch.Tensor, *, seed: int) -> None:
+    """Fill `raw` with small numbers: what is read beside a table then looks like a slot or a row, and is used."""
+    item = like.element_size()
+    elements = (len(raw) - start % item) // item
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(1, 9, (elements,), dtype=like.dtype, generator=generator)
+    raw[start % item : start % item + elements * item] = numbers.view(torch.uint8)
 
 
 def _seed_of(leaf: Leaf) -> int:

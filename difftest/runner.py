@@ -188,7 +188,7 @@ def _compare_rings(
     if rows[:first] != rows_got[:first] or rows[last:] != rows_got[last:]:
         return "rows outside [count before, count after) were touched"
     new = Counter(map(tuple, rows_got[first:last]))
-    if count <= capacity:
+    if count <= capacity and int(bound[name].count) >= 0:
         wanted = Counter(map(tuple, rows[first:last]))
         if new == wanted:
             return ""
@@ -196,13 +196,13 @@ def _compare_rings(
         return f"reference has {missing[:1]}, got {extra[:1]}"
     if not overflowed:
         return ""
-    # Overflowed: which rows made it is free, but each must be one of those that the reference finds.
+    # Overflowed, or counted from below 0: which rows made it is free, but each must be one that the reference finds.
     found = count - int(bound[name].count)
     ring = torch.zeros(found, VIOLATION_WORDS, dtype=torch.int64)
     roomy = {**bound, name: dataclasses.replace(bound[name], ring=ring, count=torch.zeros(1, dtype=torch.int64))}
     whole = _rows(launch(spec, roomy, backend="reference", device="cpu", fill=1)[f"{name}.ring"])
     extra = list((new - Counter(map(tuple, whole))).elements())
-    return f"overflowed, and {extra[0]} is none of the reference's rows" if extra else ""
+    return f"not all rows have room, and {extra[0]} is none of the reference's rows" if extra else ""
 
 
 def _rows(data: torch.Tensor) -> list[list[int]]:

@@ -172,7 +172,7 @@ def violation_logs(draw: Any) -> ViolationLog:
     capacity = draw(st.sampled_from([0, 1, 2, 8, 256, 2048]))
     rng = np.random.default_rng(draw(seeds))
     ring = torch.from_numpy(rng.integers(INT64_MIN, INT64_MAX, (capacity, VIOLATION_WORDS)))
-    return ViolationLog(ring=ring, count=int64([draw(st.sampled_from([0, 0, 0, 1, capacity, capacity + 3]))]))
+    return ViolationLog(ring=ring, count=int64([draw(st.sampled_from([0, 0, 0, 1, capacity, capacity + 3, -2]))]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,9 @@ def segments(draw: Any) -> dict[str, Any]:
     offsets = [int(o) for o in np.cumsum([0, *lens])]
     total = offsets[-1] + draw(st.integers(0, 3))
     tokens = [int(t) for t in rng.integers(-(1 << 40), 1 << 40, total)]
+    if alone and often(draw, 3):
+        # The first program's tile begins before the flat inputs, and another one's inside them.
+        offsets[0] = -draw(st.integers(1, 20))
     if draw(st.booleans()):
         rows = replace_some(draw, rows, (*HOSTILE, num_rows))
         starts = replace_some(draw, starts, (*HOSTILE, max_len))

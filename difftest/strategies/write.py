@@ -90,6 +90,9 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
         elif i < 6 and often(draw, 5):
             prefix[i] = draw(st.integers(0, 1))
             seeds_[i] = int(rng.integers(1, world.num_slots)) if world.num_slots > 1 else 0
+        elif i < 6 and often(draw, 5):
+            # Just past the pool.
+            prefix[i], seeds_[i] = max(prefix[i], 1), world.num_slots
     damage_records(draw, records, [*seeds_, *slots[:40]])
     if hostile:
         rows = _distinct(replace_some(draw, rows, (*HOSTILE, len(tails))))
