@@ -13,6 +13,10 @@ from kv_canary.difftest.campaign import Campaign, CampaignResult, Finding, run_c
 from kv_canary.difftest.planted import PLANTED_BUGS, PlantedBug, find_planted
 
 
+# A score is about finding: what is found is shrunk for so long only.
+SHRINK_S = 12.0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
     """How one planted bug fared.
@@ -81,6 +85,7 @@ def score(
                 findings=findings / bug.name,
                 plant=bug.name,
                 max_findings=1,
+                shrink_s=SHRINK_S,
             )
             result = run_campaign(campaign, on_change=functools.partial(on_change, bug, repeat))
             first = min(result.findings.values(), key=lambda f: f.found_after_s, default=None)
