@@ -193,7 +193,7 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
         "--jobs",
         "1",
         "--shrink",
-        "10",
+        "20",
     )
     right = difftest(*options, folder=tmp_path)
     assert right.returncode == 0, right.stdout + right.stderr
