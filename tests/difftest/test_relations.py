@@ -265,14 +265,14 @@ def all_cached(world: World) -> list[Part]:
     return [Part(row=row, prefix=n, extend=1) for row, n in zip(world.rows, world.lengths, strict=True)]
 
 
-healthy_worlds = worlds(longest=129).map(healthy)
+healthy_worlds = worlds(longest=129, whole=True).map(healthy)
 cached_worlds = healthy_worlds.filter(lambda world: sum(world.lengths) > 0)
 
 
 @st.composite
 def cut_worlds(draw: Any, *, cuts: int, longest: int = 129) -> tuple[World, list[list[int]]]:
     """A world, and for each of its requests `cuts` ordered places to cut its history at."""
-    world = draw(worlds(longest=longest).map(healthy))
+    world = draw(worlds(longest=longest, whole=True).map(healthy))
     return world, [sorted(draw(st.integers(0, n)) for _ in range(cuts)) for n in world.lengths]
 
 
@@ -379,7 +379,7 @@ def ring_worlds(draw: Any) -> tuple[World, int, list[list[int]]]:
     for i, n in enumerate(lens):
         slots[i + 1, :n] = 1 + i * (window + 1) + torch.arange(n) % (window + 1)
         tokens[i + 1, :n] = torch.from_numpy(rng.integers(0, 1 << 17, n))
-    sources = [draw(st.one_of(st.none(), kv_sources(num_slots))) for _ in range(2)]
+    sources = [draw(st.one_of(st.none(), kv_sources(num_slots, short=False))) for _ in range(2)]
     records = torch.zeros(num_slots, 4, dtype=torch.int64)
     world = World(
         num_slots=num_slots,
