@@ -195,9 +195,9 @@ def prepare(device: str) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         torch.set_num_threads(1)
         return
-    os.environ["TRITON_INTERPRET"] = "0"
     if not torch.cuda.is_available():
         raise ValueError("kv-canary: difftest: device must be one that is here, got 'cuda' on a machine without a GPU")
+    os.environ["TRITON_INTERPRET"] = "0"
 
 
 def _to_numpy(value: Any) -> Any:
