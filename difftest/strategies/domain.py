@@ -71,7 +71,7 @@ def often(draw: Any, one_in: int) -> bool:
 
 def draw_giant(draw: Any, giant: bool | None) -> bool:
     """Whether a case gets rows so far apart that 32 bits do not hold every offset: rarely, or as `giant` says."""
-    return draw(st.sampled_from([False] * 7 + [True])) if giant is None else giant
+    return draw(st.sampled_from([False] * 24 + [True])) if giant is None else giant
 
 
 def strided_rows(draw: Any, tensor: torch.Tensor, *, multiple: int = 1, giant: bool = False) -> torch.Tensor:
