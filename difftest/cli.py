@@ -44,6 +44,11 @@ def difftest() -> None:
       kv-canary difftest run
       kv-canary difftest fuzz --minutes 5
     """
+    try:
+        import hypothesis  # noqa: F401
+        import triton  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise click.UsageError(f"difftest needs more: pip install 'kv-canary[triton,difftest]' ({error})") from error
 
 
 def campaign_options(command: Any) -> Any:
