@@ -13,7 +13,7 @@ from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
 
 from kv_canary.difftest.casefile import check_round_trip
-from kv_canary.difftest.engine import Action
+from kv_canary.difftest.engine import STEPS, Action
 from kv_canary.difftest.features import of_call
 from kv_canary.difftest.machine import Disagreement, default_implementations, engine_machine
 from kv_canary.difftest.misuse import check_misuse
@@ -91,7 +91,8 @@ def search_engine(
     Args:
         check: runs `check_case` somewhere.
         fails: called with a failure inside a history; whether it is the one that is looked for.
-        on_step: called before each step with the features of each call of the step before.
+        on_step: called before each action; after a round (a step, and what happened between it and the one before)
+            with the features of each of its calls, else with none.
     """
     seen: list[frozenset[str]] = []
     launches = default_implementations()
@@ -108,16 +109,25 @@ def search_engine(
             raise mismatch
         reference(op, arguments)
 
+    def end_round() -> None:
+        calls = list(seen)
+        seen.clear()
+        on_step(calls)
+
     class History(engine_machine({**launches, "reference": note, "triton": triton})):  # type: ignore[misc]
         def _perform(self, action: Action) -> None:
-            on_step(list(seen))
-            seen.clear()
+            on_step([])
             try:
                 super()._perform(action)
             except Disagreement as found:
                 if fails(get_spec(found.op), found.arguments, found):
                     raise
                 reject()
+            if action.kind in STEPS:
+                end_round()
+
+        def teardown(self) -> None:
+            end_round()
 
     with suppress(Mismatch, Flaky):
         run_state_machine_as_test(with_seed(seed)(History), settings=_settings(ROUND_HISTORIES, database))

@@ -12,11 +12,15 @@ bytes around every row, are. `pack` and `unpack` carry such a tensor from proces
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
+import os
 import sys
+import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,7 +81,7 @@ def guarded(
 
     Around every row of a giant tensor up to `GUARD_BYTES` of the gap on each side are guard bytes; what lies further
     from the rows is neither filled nor compared. On the CPU a row costs the pages it lies in; a GPU has no storage
-    that is committed when touched, so there the whole span is allocated: one such case at a time should run on it.
+    that is committed when touched, so there the whole span is allocated, for one call at a time (`room_for`).
     """
     spans: list[Span] = []
 
@@ -95,6 +99,24 @@ def is_giant(tensor: torch.Tensor) -> bool:
     if tensor.numel() == 0 or tensor.dim() == 0 or _span_bytes(tensor) <= GIANT_BYTES:
         return False
     return tensor[0].is_contiguous() and tensor.stride(0) > tensor[0].numel()
+
+
+@contextlib.contextmanager
+def room_for(spec: KernelSpec, arguments: Mapping[str, Any], *, device: torch.device | str) -> Iterator[None]:
+    """Let no other process on this machine have giant tensors on its GPUs for as long as this call has, if it has any.
+
+    Their memory is there for one such call at a time, and is given back before the next.
+    """
+    giant = torch.device(device).type == "cuda" and any(is_giant(leaf.tensor) for leaf in spec.leaves(arguments))
+    if not giant:
+        yield
+        return
+    with open(Path(tempfile.gettempdir()) / f"kv-canary-giant-{os.getuid()}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            torch.cuda.empty_cache()
 
 
 def sparse_storage(num_bytes: int) -> torch.Tensor:

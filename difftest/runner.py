@@ -13,7 +13,7 @@ import torch
 
 from kv_canary.backends import implementation
 from kv_canary.constants import VIOLATION_WORDS
-from kv_canary.difftest.memory import guarded
+from kv_canary.difftest.memory import guarded, room_for
 from kv_canary.specs.interface import KernelSpec, StructSpec
 
 Bytes = Mapping[str, torch.Tensor]
@@ -82,17 +82,8 @@ def check_case(spec: KernelSpec, arguments: Mapping[str, Any], *, device: torch.
         Mismatch: naming what was wrong, where, and both values.
     """
     bound = spec.bind(arguments)
-    reference = launch(spec, bound, backend="reference", device="cpu", fill=1)
-    triton = launch(spec, bound, backend="triton", device=device, fill=2)
-    _compare(spec, bound, reference, triton, backend="triton", outcome=Outcome.BYTES_DIFFER)
-    for backend, first, where in (("reference", reference, torch.device("cpu")), ("triton", triton, device)):
-        again = launch(spec, bound, backend=backend, device=where, fill=3)
-        _compare(spec, bound, first, again, backend=backend, outcome=Outcome.NOT_REPEATABLE)
-    if torch.device(device).type == "cuda":
-        replayed = launch(spec, bound, backend="triton", device=device, fill=4, in_graph=True)
-        _compare(spec, bound, triton, replayed, backend="triton", outcome=Outcome.GRAPH_DIFFERS)
-        on_device = launch(spec, bound, backend="reference", device=device, fill=5)
-        _compare(spec, bound, reference, on_device, backend="reference", outcome=Outcome.BYTES_DIFFER)
+    with room_for(spec, bound, device=device):
+        _check(spec, bound, device)
 
 
 def launch(
@@ -164,6 +155,20 @@ def differing(
         if detail:
             return f"{name}.ring", detail
     return None
+
+
+def _check(spec: KernelSpec, bound: Mapping[str, Any], device: torch.device | str) -> None:
+    reference = launch(spec, bound, backend="reference", device="cpu", fill=1)
+    triton = launch(spec, bound, backend="triton", device=device, fill=2)
+    _compare(spec, bound, reference, triton, backend="triton", outcome=Outcome.BYTES_DIFFER)
+    for backend, first, where in (("reference", reference, torch.device("cpu")), ("triton", triton, device)):
+        again = launch(spec, bound, backend=backend, device=where, fill=3)
+        _compare(spec, bound, first, again, backend=backend, outcome=Outcome.NOT_REPEATABLE)
+    if torch.device(device).type == "cuda":
+        replayed = launch(spec, bound, backend="triton", device=device, fill=4, in_graph=True)
+        _compare(spec, bound, triton, replayed, backend="triton", outcome=Outcome.GRAPH_DIFFERS)
+        on_device = launch(spec, bound, backend="reference", device=device, fill=5)
+        _compare(spec, bound, reference, on_device, backend="reference", outcome=Outcome.BYTES_DIFFER)
 
 
 def _compare(

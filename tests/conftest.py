@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +42,20 @@ def pytest_configure(config: pytest.Config) -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The device that Triton runs on in this session."""
     return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(autouse=True)
+def clean_registry() -> Iterator[None]:
+    """Forget after every test what it registered."""
+    from kv_canary import backends, ops, specs
+    from kv_canary.difftest import strategies
+
+    tables: list[dict[Any, Any]] = [specs._REGISTERED, backends._implementations, ops._OPS, strategies._REGISTERED]
+    before = [dict(table) for table in tables]
+    yield
+    for table, content in zip(tables, before, strict=True):
+        table.clear()
+        table.update(content)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

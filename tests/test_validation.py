@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kv_canary as kc
-from kv_canary import backends, ops, specs
+from kv_canary import backends, ops
 from kv_canary.difftest import strategies
 from kv_canary.difftest.runner import Mismatch, Outcome, check_case
 from kv_canary.specs import all_specs, get_spec
@@ -598,19 +598,7 @@ def add_cases(draw: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def clean_registry() -> Iterator[None]:
-    """Forget afterwards what a test registers."""
-    tables: list[dict[Any, Any]] = [specs._REGISTERED, backends._implementations, ops._OPS, strategies._REGISTERED]
-    before = [dict(table) for table in tables]
-    yield
-    for table, content in zip(tables, before, strict=True):
-        table.clear()
-        table.update(content)
-
-
-@pytest.mark.usefixtures("clean_registry")
-@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5)
 @given(case=add_cases())
 def test_an_op_from_outside_gets_the_checks(device: torch.device, case: dict[str, Any]) -> None:
     kc.register(ADD, backend="reference")(add)
@@ -625,7 +613,6 @@ def test_an_op_from_outside_gets_the_checks(device: torch.device, case: dict[str
     assert caught.value.detail.startswith(f"first at [{len(case['values']) - 1}]: ")
 
 
-@pytest.mark.usefixtures("clean_registry")
 def test_an_op_from_outside_gets_the_front_door() -> None:
     assert kc.register(ADD, backend="reference")(add) is add
     with pytest.raises(ValueError, match=r"^kv-canary: add_for_validation_tests: backend must be .*, got 'triton'$"):
@@ -643,7 +630,6 @@ def test_an_op_from_outside_gets_the_front_door() -> None:
         kc.ops.add_for_validation_tests(values=ints(3), number=-1, sums=ints(0))
 
 
-@pytest.mark.usefixtures("clean_registry")
 def test_another_spec_may_not_take_a_known_name() -> None:
     kc.register(ADD, backend="reference")(add)
     kc.register(ADD, backend="reference")(add)

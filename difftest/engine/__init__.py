@@ -6,7 +6,7 @@ what one implementation of the ops keeps beside it.
 
 from __future__ import annotations
 
-from kv_canary.difftest.engine.actions import ACTIONS, Action, perform
+from kv_canary.difftest.engine.actions import ACTIONS, STEPS, Action, perform
 from kv_canary.difftest.engine.batch import Request
 from kv_canary.difftest.engine.calls import Call
 from kv_canary.difftest.engine.config import EngineConfig, GroupConfig
@@ -18,6 +18,7 @@ from kv_canary.difftest.engine.memory import Memory
 __all__ = [
     "ACTIONS",
     "FAULTS",
+    "STEPS",
     "Action",
     "Call",
     "Engine",

@@ -106,6 +106,10 @@ ACTIONS: Mapping[str, Callable[[Engine, Action], Iterator[Call]]] = {
 }
 
 
+# Those that run the model, and end a round.
+STEPS = frozenset({"prefill", "decode", "mixed", "speculate", "idle"})
+
+
 def _prefills(engine: Engine, request: Request) -> bool:
     """Whether a request still has more to put in than the token that was generated last."""
     return request.cached == 0 or engine.remaining(request) > 1

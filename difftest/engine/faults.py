@@ -174,6 +174,11 @@ def _position(engine: Engine, pick: int, value: int) -> None:
     engine.changes.append(Change(op="write", path="positions", pick=pick, value=value % 5 - 2, add=True))
 
 
+def _out_slot(engine: Engine, pick: int, value: int) -> None:
+    """A token is to be stored in another slot, or in none."""
+    engine.changes.append(Change(op="write", path="out_slots", pick=pick, value=value))
+
+
 def _token(engine: Engine, pick: int, value: int) -> None:
     """The model is given a wrong token."""
     engine.changes.append(Change(op="write", path="input_ids", pick=pick, value=1, add=True))
@@ -195,6 +200,7 @@ FAULTS: Mapping[str, Callable[[Engine, int, int], None]] = {
     "tail": _tail,
     "double_free": _double_free,
     "position": _position,
+    "out_slot": _out_slot,
     "token": _token,
     "argument": _argument,
 }

@@ -26,7 +26,7 @@ from kv_canary.specs.structures import VerifyPlan, WritePlan
 
 @st.composite
 def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
-    """Draw one call of plan; `giant`: whether rows span more than 2**31 elements, else rarely so."""
+    """Draw one call of plan; `giant`: whether rows span more than 2**31 elements; None: sometimes."""
     giant = draw_giant(draw, giant)
     hostile = draw(st.booleans())
     rng = np.random.default_rng(draw(seeds))

@@ -23,7 +23,7 @@ from kv_canary.difftest.strategies.domain import (
 
 @st.composite
 def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
-    """Draw one call of retire; `giant`: whether rows span more than 2**31 elements, else rarely so."""
+    """Draw one call of retire; `giant`: whether rows span more than 2**31 elements; None: sometimes."""
     giant = draw_giant(draw, giant)
     # More slots than three programs take, in a pool that has as many.
     many = often(draw, 5)

@@ -14,7 +14,7 @@ from kv_canary.difftest.strategies.segments import segments
 
 @st.composite
 def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
-    """Draw one call of scatter_token_ids; `giant`: whether rows span more than 2**31 elements, else rarely so."""
+    """Draw one call of scatter_token_ids; `giant`: whether rows span more than 2**31 elements; None: sometimes."""
     giant = draw_giant(draw, giant)
     drawn = draw(segments())
     tensors = drawn["tensors"]

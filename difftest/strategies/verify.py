@@ -43,7 +43,7 @@ def plan_world(world: World, *, first: dict[int, int] | None = None) -> dict[str
 
 @st.composite
 def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
-    """Draw one call of verify; `giant`: whether rows span more than 2**31 elements, else rarely so."""
+    """Draw one call of verify; `giant`: whether rows span more than 2**31 elements; None: sometimes."""
     giant = draw_giant(draw, giant)
     world = draw(worlds(tag=int(draw(st.sampled_from(list(Tag)))), giant=giant))
     rng = np.random.default_rng(world.seed)

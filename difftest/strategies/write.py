@@ -29,7 +29,7 @@ from kv_canary.specs.structures import WritePlan
 
 @st.composite
 def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
-    """Draw one call of write; `giant`: whether rows span more than 2**31 elements, else rarely so."""
+    """Draw one call of write; `giant`: whether rows span more than 2**31 elements; None: sometimes."""
     giant = draw_giant(draw, giant)
     kinds = ["mixed", "mixed", "mixed", "decode", "fresh", "alone", "alone", "alone", "many", "many", "many"]
     kind = draw(st.sampled_from(kinds if giant else [*kinds, "nobody"]))
@@ -75,7 +75,11 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
     positions = [p + k for p, e in zip(prefix, extend, strict=True) for k in range(e)]
     positions += [0] * (num_tokens - len(positions))
     # Distinct slots, free or cached ones; what the pool cannot hold goes to the padding slot.
-    free = [int(s) for s in rng.permutation(world.num_slots - 1)[:num_tokens] + 1] if world.num_slots > 1 else []
+    free = [int(s) for s in rng.permutation(world.num_slots - 1) + 1] if world.num_slots > 1 else []
+    if giant and draw(st.booleans()):
+        # The last slots are those that lie far.
+        free.sort(reverse=True)
+    free = free[:num_tokens]
     slots = free + [0] * (num_tokens - len(free))
     slots = replace_some(draw, slots, (0,))
     owners = [draw(owner_numbers) for _ in rows]

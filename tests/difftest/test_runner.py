@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import kv_canary as kc
-from kv_canary import backends, specs
 from kv_canary.difftest.runner import Mismatch, Outcome, check_case
 from kv_canary.specs.interface import KernelSpec, StructSpec, TensorSpec
 
@@ -33,24 +32,11 @@ REPORT = KernelSpec(
     },
 )
 
-Register = Callable[[KernelSpec, Callable[..., None], Callable[..., None]], None]
 
-
-@pytest.fixture
-def register() -> Iterator[Register]:
-    """Register a reference and a Triton implementation of an op, for one test."""
-    registered = []
-
-    def both(spec: KernelSpec, reference: Callable[..., None], triton: Callable[..., None]) -> None:
-        registered.append(spec.name)
-        kc.register(spec, backend="reference")(reference)
-        kc.register(spec, backend="triton")(triton)
-
-    yield both
-    for name in registered:
-        specs._REGISTERED.pop(name, None)
-        for backend in ("reference", "triton"):
-            backends._implementations.pop((name, backend), None)
+def register(spec: KernelSpec, reference: Callable[..., None], triton: Callable[..., None]) -> None:
+    """Register both implementations of an op, until the test is over."""
+    kc.register(spec, backend="reference")(reference)
+    kc.register(spec, backend="triton")(triton)
 
 
 def double(*, values: torch.Tensor, totals: torch.Tensor, doubled: torch.Tensor, spare: torch.Tensor) -> None:
@@ -99,7 +85,7 @@ def outcome_of(spec: KernelSpec, case: dict[str, Any], device: torch.device) -> 
     return caught.value
 
 
-def test_two_right_implementations_agree(register: Register, device: torch.device) -> None:
+def test_two_right_implementations_agree(device: torch.device) -> None:
     register(DOUBLE, double, double)
     case = double_case()
     check_case(DOUBLE, case, device=device)
@@ -110,15 +96,13 @@ def test_two_right_implementations_agree(register: Register, device: torch.devic
 
 @pytest.mark.parametrize("byte", [24, 24 + 200, -1, -200])
 @pytest.mark.parametrize("argument", ["doubled", "totals", "values", "spare"])
-def test_a_byte_written_beside_a_tensor_is_found(
-    register: Register, device: torch.device, argument: str, byte: int
-) -> None:
+def test_a_byte_written_beside_a_tensor_is_found(device: torch.device, argument: str, byte: int) -> None:
     register(DOUBLE, double, then(lambda arguments: flip(arguments[argument], byte)))
     found = outcome_of(DOUBLE, double_case(), device)
     assert (found.outcome, found.backend, found.path) == (Outcome.GUARD_TOUCHED, "triton", argument)
 
 
-def test_a_byte_written_between_the_rows_of_an_output_is_found(register: Register, device: torch.device) -> None:
+def test_a_byte_written_between_the_rows_of_an_output_is_found(device: torch.device) -> None:
     spec = KernelSpec(
         name="clear_for_runner_tests",
         doc="Zero a table.",
@@ -141,14 +125,14 @@ def test_a_byte_written_between_the_rows_of_an_output_is_found(register: Registe
     assert (found.outcome, found.path) == (Outcome.BYTES_DIFFER, "table")
 
 
-def test_a_changed_input_is_found(register: Register, device: torch.device) -> None:
+def test_a_changed_input_is_found(device: torch.device) -> None:
     register(DOUBLE, double, then(lambda arguments: flip(arguments["values"], 8)))
     found = outcome_of(DOUBLE, double_case(), device)
     assert (found.outcome, found.backend, found.path) == (Outcome.INPUT_CHANGED, "triton", "values")
     assert found.detail == "first at [1]: expected -5, got -6"
 
 
-def test_the_reference_is_held_to_the_same(register: Register, device: torch.device) -> None:
+def test_the_reference_is_held_to_the_same(device: torch.device) -> None:
     register(DOUBLE, then(lambda arguments: flip(arguments["values"], 8)), double)
     found = outcome_of(DOUBLE, double_case(), device)
     assert (found.outcome, found.backend) == (Outcome.INPUT_CHANGED, "reference")
@@ -156,14 +140,14 @@ def test_the_reference_is_held_to_the_same(register: Register, device: torch.dev
 
 @pytest.mark.parametrize("byte", [0, 7, 8, 23])
 @pytest.mark.parametrize("argument", ["doubled", "totals"])
-def test_one_different_byte_is_found(register: Register, device: torch.device, argument: str, byte: int) -> None:
+def test_one_different_byte_is_found(device: torch.device, argument: str, byte: int) -> None:
     register(DOUBLE, double, then(lambda arguments: flip(arguments[argument], byte)))
     found = outcome_of(DOUBLE, double_case(), device)
     assert (found.outcome, found.backend, found.path) == (Outcome.BYTES_DIFFER, "triton", argument)
     assert found.detail.startswith(f"first at [{byte // 8}]: ")
 
 
-def test_bytes_left_unwritten_are_found(register: Register, device: torch.device) -> None:
+def test_bytes_left_unwritten_are_found(device: torch.device) -> None:
     def lazy(*, values: torch.Tensor, totals: torch.Tensor, doubled: torch.Tensor, spare: torch.Tensor) -> None:
         doubled[:-1] = values[:-1] * 2
         totals.add_(values)
@@ -176,7 +160,7 @@ def test_bytes_left_unwritten_are_found(register: Register, device: torch.device
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_another_result_the_second_time_is_found(register: Register, device: torch.device, backend: str) -> None:
+def test_another_result_the_second_time_is_found(device: torch.device, backend: str) -> None:
     launches = []
 
     def tired(arguments: dict[str, torch.Tensor]) -> None:
@@ -191,9 +175,7 @@ def test_another_result_the_second_time_is_found(register: Register, device: tor
 
 @pytest.mark.parametrize("byte", [-1, 24])
 @pytest.mark.parametrize("argument", ["values", "doubled"])
-def test_a_guard_byte_that_gets_into_a_result_is_found(
-    register: Register, device: torch.device, argument: str, byte: int
-) -> None:
+def test_a_guard_byte_that_gets_into_a_result_is_found(device: torch.device, argument: str, byte: int) -> None:
     def leak(arguments: dict[str, torch.Tensor]) -> None:
         whole, start = memory_around(arguments[argument])
         arguments["totals"][0] += whole[start + byte]
@@ -205,7 +187,7 @@ def test_a_guard_byte_that_gets_into_a_result_is_found(
         assert (found.outcome, found.path) == (Outcome.BYTES_DIFFER, "totals")
 
 
-def test_a_guard_bit_that_gets_into_a_result_is_not_repeatable(register: Register, device: torch.device) -> None:
+def test_a_guard_bit_that_gets_into_a_result_is_not_repeatable(device: torch.device) -> None:
     outcomes = set()
     for bit in range(64):
 
@@ -222,7 +204,7 @@ def test_a_guard_bit_that_gets_into_a_result_is_not_repeatable(register: Registe
     assert outcomes == {Outcome.BYTES_DIFFER, Outcome.NOT_REPEATABLE}
 
 
-def test_scratch_that_is_read_before_it_is_written_is_found(register: Register, device: torch.device) -> None:
+def test_scratch_that_is_read_before_it_is_written_is_found(device: torch.device) -> None:
     def stale(*, values: torch.Tensor, totals: torch.Tensor, doubled: torch.Tensor, spare: torch.Tensor) -> None:
         doubled.copy_(values * 2)
         totals.add_(values + spare)
@@ -258,7 +240,7 @@ def report_case(*, capacity: int, count: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("capacity", "count"), [(0, 0), (2, 0), (5, 0), (8, 0), (8, 3), (8, 5), (8, 8), (8, 11)])
-def test_violations_may_come_in_any_order(register: Register, device: torch.device, capacity: int, count: int) -> None:
+def test_violations_may_come_in_any_order(device: torch.device, capacity: int, count: int) -> None:
     register(REPORT, reporter(lambda rows: rows), reporter(lambda rows: rows.flip(0)))
     check_case(REPORT, report_case(capacity=capacity, count=count), device=device)
 
@@ -274,13 +256,13 @@ WRONG_ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("capacity", [ROOMY, OVERFLOWED])
 @pytest.mark.parametrize("wrong", WRONG_ROWS)
-def test_wrong_violations_are_found(register: Register, device: torch.device, wrong: str, capacity: int) -> None:
+def test_wrong_violations_are_found(device: torch.device, wrong: str, capacity: int) -> None:
     register(REPORT, reporter(lambda rows: rows), reporter(WRONG_ROWS[wrong]))
     found = outcome_of(REPORT, report_case(capacity=capacity), device)
     assert (found.outcome, found.path) == (Outcome.BYTES_DIFFER, "violations.ring")
 
 
-def test_a_row_as_often_as_the_reference_has_it_is_right(register: Register, device: torch.device) -> None:
+def test_a_row_as_often_as_the_reference_has_it_is_right(device: torch.device) -> None:
     twice = torch.tensor([1, 2])
     register(REPORT, reporter(lambda rows: rows), reporter(lambda rows: rows[twice.to(rows.device)]))
     # 12 is reported twice, and the ring holds two rows of five.
@@ -289,23 +271,21 @@ def test_a_row_as_often_as_the_reference_has_it_is_right(register: Register, dev
 
 @pytest.mark.parametrize("capacity", [0, ROOMY, OVERFLOWED])
 @pytest.mark.parametrize("counted", [-1, 1])
-def test_a_wrong_count_is_found(register: Register, device: torch.device, counted: int, capacity: int) -> None:
+def test_a_wrong_count_is_found(device: torch.device, counted: int, capacity: int) -> None:
     register(REPORT, reporter(lambda rows: rows), reporter(lambda rows: rows, counted=counted))
     found = outcome_of(REPORT, report_case(capacity=capacity), device)
     assert (found.outcome, found.path) == (Outcome.BYTES_DIFFER, "violations.count")
 
 
 @pytest.mark.parametrize(("capacity", "count", "at"), [(8, 2, -1), (8, 2, 1), (6, 3, -1), (8, 8, -5)])
-def test_a_row_outside_the_counted_ones_is_found(
-    register: Register, device: torch.device, capacity: int, count: int, at: int
-) -> None:
+def test_a_row_outside_the_counted_ones_is_found(device: torch.device, capacity: int, count: int, at: int) -> None:
     register(REPORT, reporter(lambda rows: rows), reporter(lambda rows: rows, at=at))
     found = outcome_of(REPORT, report_case(capacity=capacity, count=count), device)
     assert (found.outcome, found.path) == (Outcome.BYTES_DIFFER, "violations.ring")
     assert found.detail == "rows outside [count before, count after) were touched"
 
 
-def test_a_row_past_the_ring_is_found(register: Register, device: torch.device) -> None:
+def test_a_row_past_the_ring_is_found(device: torch.device) -> None:
     def spill(*, values: torch.Tensor, violations: kc.ViolationLog) -> None:
         reporter(lambda rows: rows)(values=values, violations=violations)
         flip(violations.ring, violations.ring.numel() * 8)
