@@ -26,7 +26,7 @@ from kv_canary.difftest.casefile import SUFFIX, case_file, save
 from kv_canary.difftest.coverage import Coverage
 from kv_canary.difftest.features import of_call
 from kv_canary.difftest.generic import ROUND_EXAMPLES, check_call, search, search_engine
-from kv_canary.difftest.planted import find_planted
+from kv_canary.difftest.mutation.planted import find_planted
 from kv_canary.difftest.runner import Mismatch
 from kv_canary.difftest.worker import Executor, import_all, prepare
 from kv_canary.errors import must_be

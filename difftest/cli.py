@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kv_canary.difftest.mutants_cli import mutants
+from kv_canary.difftest.mutation.cli import mutants
 
 if TYPE_CHECKING:
     from kv_canary.difftest.campaign import Campaign, CampaignResult
@@ -279,7 +279,7 @@ def planted_bugs(names: tuple[str, ...], only_list: bool, json_path: Path | None
     from rich.table import Table
 
     from kv_canary.difftest import present
-    from kv_canary.difftest.planted import PLANTED_BUGS, PlantedBug
+    from kv_canary.difftest.mutation.planted import PLANTED_BUGS, PlantedBug
     from kv_canary.difftest.worker import prepare
 
     console = Console()
@@ -289,7 +289,7 @@ def planted_bugs(names: tuple[str, ...], only_list: bool, json_path: Path | None
             table.add_row(bug.name, bug.kind, bug.file, bug.shows)
         console.print(table)
         return
-    from kv_canary.difftest.score import score
+    from kv_canary.difftest.mutation.score import score
 
     try:
         prepare(options["device"])

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from kv_canary.constants import VIOLATION_WORDS
 from kv_canary.difftest.calls import (
     Call,
     digest,
@@ -32,6 +34,7 @@ from kv_canary.difftest.calls import (
     with_rows,
     words,
 )
+from kv_canary.difftest.runner import violation_logs
 from kv_canary.errors import must_be
 from kv_canary.specs.interface import KernelSpec, Leaf, ScalarSpec, TensorSpec, TensorsSpec
 from kv_canary.specs.structures import KvSource
@@ -127,6 +130,19 @@ class _Search:
         call = self.spec.bind({**self.best, **dict.fromkeys(scratch)})
         if scratch and self._ask(call):
             self.best, self._fresh = call, dict.fromkeys(scratch)
+        for name in violation_logs(self.spec):
+            self._make_room(name)
+
+    def _make_room(self, name: str) -> None:
+        """Let a log be empty, and as long as it takes: which rows a full one has room for changes with everything."""
+        log = self.best[name]
+        count, capacity = int(log.count), len(log.ring)
+        if count == 0:
+            return
+        ring = log.ring.new_zeros(capacity + min(max(-count, 0), 256), VIOLATION_WORDS)
+        call = {**self.best, name: replace(log, ring=ring, count=torch.zeros_like(log.count))}
+        if self._ask(call):
+            self.best, self.weight = call, weigh(self.spec, call)
 
     def _ask(self, call: Call) -> bool:
         if self.tries >= self.max_tries:
@@ -234,7 +250,8 @@ class _Search:
                 # A row of the source is a slot's: they go together.
                 slots = torch.arange(source.num_rows) + source.slot_bias
                 stays = (slots >= count) | torch.isin(slots, kept)
-                call = replaced(call, path, with_rows(source, stays.nonzero().view(-1)))
+                rows = with_rows(source, stays.nonzero().view(-1))
+                call = replaced(call, path, replace(rows, slot_bias=int((kept < source.slot_bias).sum())))
         return call
 
     def _cut_sources(self, parts: int) -> None:

@@ -16,8 +16,8 @@ from rich.text import Text
 from kv_canary.difftest.campaign import Campaign, CampaignResult
 from kv_canary.difftest.casefile import CaseFile
 from kv_canary.difftest.coverage import feasible_pairs
+from kv_canary.difftest.mutation.score import Score
 from kv_canary.difftest.replaying import Replay
-from kv_canary.difftest.score import Score
 from kv_canary.specs import get_spec
 
 
@@ -127,6 +127,8 @@ def call_table(case: CaseFile) -> Table:
             continue
         tensor = leaf.tensor
         kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        if tensor.dim() > 1 and len(tensor) > 1 and tensor.stride(0) > tensor[0].numel():
+            kind += f", a row every {tensor.stride(0)}"
         table.add_row(leaf.path, leaf.role, kind, _values(tensor) if leaf.role != "out" else "")
     for name, value in case.arguments.items():
         if value is None or isinstance(value, int):

@@ -47,7 +47,7 @@ def replay_case(
     fresh = dataclasses.replace(file, expected=mismatch.expected, got=mismatch.got)
     trace = trace and mismatch.outcome is Outcome.BYTES_DIFFER and mismatch.backend == "triton"
     if trace and plant is not None:
-        from kv_canary.difftest.planted import planted
+        from kv_canary.difftest.mutation.planted import planted
 
         with planted(plant):
             found = differences(spec, fresh, most=most)

@@ -136,7 +136,7 @@ def in_turn(cases: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[tuple[str,
 def serve(file: str, seconds: str, plant: str) -> None:
     """The child: launch the calls saved in `file` until `seconds` are over, and print how many there were."""
     if plant:
-        from kv_canary.difftest.planted import plant as plant_bug
+        from kv_canary.difftest.mutation.planted import plant as plant_bug
 
         plant_bug(plant)
     launches: Counter[str] = Counter()

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import importlib.util
 import multiprocessing
 import os
 import pickle
+import re
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
+from kv_canary.backends import interpreting
 from kv_canary.difftest.casefile import decode, encode
 from kv_canary.difftest.runner import Mismatch, Outcome, check_case
 from kv_canary.errors import must_be
-from kv_canary.specs import get_spec
+from kv_canary.specs import all_specs, get_spec
 from kv_canary.specs.interface import KernelSpec
 
 # Longer than any case takes, compilation included.
@@ -82,6 +87,7 @@ class Executor:
         self.restarts = 0
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
+        self._last_words: Path | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -103,8 +109,9 @@ class Executor:
                 return Mismatch(Outcome.HUNG, op=spec.name, backend="triton", detail=f"{self.time_limit_s:.0f} s")
             answer = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionError, BrokenPipeError):
-            exit_code = self._stop()
-            return Mismatch(Outcome.CRASHED, op=spec.name, backend="triton", detail=f"exit code {exit_code}")
+            exit_code, where = self._stop()
+            detail = f"exit code {exit_code}" + (f", in {where}" if where else "")
+            return Mismatch(Outcome.CRASHED, op=spec.name, backend="triton", detail=detail)
         if isinstance(answer, Exception):
             raise answer
         if answer is None:
@@ -124,42 +131,70 @@ class Executor:
         if self._process is None or self._pipe is None or not self._process.is_alive():
             if self._process is not None:
                 self._stop()
-            context = multiprocessing.get_context("spawn")
+            context = _context(self.device)
             self._pipe, theirs = context.Pipe()
-            self._process = context.Process(
-                target=_serve, args=(theirs, self.device, self.imports, self.plant), daemon=True
-            )
+            handle, name = tempfile.mkstemp(prefix="kv-canary-", suffix=".crash")
+            os.close(handle)
+            self._last_words = Path(name)
+            arguments = (theirs, self.device, self.imports, self.plant, name)
+            self._process = context.Process(target=_serve, args=arguments, daemon=True)  # type: ignore[attr-defined]
             self._process.start()
             theirs.close()
         return self._pipe
 
-    def _stop(self) -> int | None:
-        """End the process and return its exit code; one that ended by itself is a restart."""
+    def _stop(self) -> tuple[int | None, str]:
+        """End the process; return its exit code and the line that it crashed in, if it did."""
         process, self._process = self._process, None
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None
         if process is None:
-            return None
+            return None, ""
         process.join(timeout=1.0)
         self.restarts += 1
-        exit_code = process.exitcode
+        exit_code, where = process.exitcode, ""
         if process.is_alive():
             process.kill()
             process.join()
-        return exit_code
+        if self._last_words is not None:
+            where = _crashed_in(self._last_words.read_text(encoding="utf-8", errors="replace"))
+            self._last_words.unlink()
+            self._last_words = None
+        return exit_code, where
 
 
-def _serve(pipe: Connection, device: str, imports: Sequence[str], plant: str | None) -> None:
+def _context(device: str) -> BaseContext:
+    """Return how the process is made: on the CPU it is forked from one that has imported everything, which is quick."""
+    if device != "cpu":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # Kernels are imported beforehand only where they become what the process needs them to be.
+    kernels = [f"kv_canary.kernels.{op}" for op in all_specs()] if interpreting() else []
+    context.set_forkserver_preload([__name__, *(k for k in kernels if importlib.util.find_spec(k) is not None)])
+    return context
+
+
+def _crashed_in(traceback: str) -> str:
+    """Return the innermost line of what a crash left behind that is not PyTorch's or Triton's: file, line, function."""
+    for path, line, function in re.findall(r'File "(.+?)", line (\d+) in (\S+)', traceback):
+        if not re.search(r"(site|dist)-packages/(numpy|torch|triton)/", path):
+            return f"{'/'.join(Path(path).parts[-2:])}:{line} ({function})"
+    return ""
+
+
+def _serve(pipe: Connection, device: str, imports: Sequence[str], plant: str | None, last_words: str) -> None:
     """The process: read a case, check it, answer; until the pipe closes."""
     import signal
+
+    # Never closed: what a crash leaves behind is written to it.
+    faulthandler.enable(open(last_words, "w"), all_threads=False)  # noqa: SIM115
 
     # Ctrl-C is for the process that started us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prepare(device)
     import_all(imports)
     if plant is not None:
-        from kv_canary.difftest.planted import plant as plant_bug
+        from kv_canary.difftest.mutation.planted import plant as plant_bug
 
         plant_bug(plant)
     while True:

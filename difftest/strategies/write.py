@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from kv_canary.constants import ANCHOR, HEAD_OF_CHAIN, Tag
 from kv_canary.difftest.hostile import HOSTILE, INT64_MAX, INT64_MIN
 from kv_canary.difftest.strategies.domain import (
+    World,
     damage_records,
     draw_giant,
     int64,
@@ -37,107 +39,34 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
     world = draw(worlds(longest=129, room=room, tag=int(draw(st.sampled_from(list(Tag)))), giant=giant))
     rng = np.random.default_rng(world.seed)
     hostile = kind != "alone" and draw(st.booleans())
-    rows = list(world.rows)
-    prefix = list(world.lengths)
-    fresh = [r for r in range(1, world.num_rows) if r not in rows]
-    tails = world.tails.clone()
-    if kind == "fresh":
-        rows, prefix = fresh, [0] * len(fresh)
-    elif kind == "alone":
-        rows = (rows + fresh)[:1]
-        prefix = [*prefix, 0][: len(rows)]
-    elif kind == "many":
-        # More requests than a row of the ring each takes, whose prefixes are mostly not theirs.
-        rows = list(range(1, draw(st.integers(28, 40))))
-        prefix = [int(p) for p in rng.integers(0, 20, len(rows))]
-        tails = torch.cat([tails, torch.from_numpy(rng.integers(INT64_MIN, INT64_MAX, 40))])
-    elif kind == "nobody":
-        rows, prefix = [], []
-    elif kind == "mixed" and fresh and draw(st.booleans()):
-        rows.append(fresh[0])
-        prefix.append(0)
-    long = draw(st.booleans())
-    extend = [_draw_extend(draw, kind, long=long) for _ in rows]
-    if len(rows) > 1 and draw(st.booleans()):
-        rows[draw(st.integers(0, len(rows) - 1))] = 0
-    seeds_ = [
-        int(world.slots[r, p - 1]) if 0 < r < world.num_rows and 0 < p <= world.slots.shape[1] else HEAD_OF_CHAIN
-        for r, p in zip(rows, prefix, strict=True)
-    ]
-    records = world.endpoint.records
-    if kind == "many" and world.num_slots > 1:
-        records[1:, :3] += (records[1:] == 0).all(dim=1, keepdim=True) * world.seed
-        seeds_ = [int(s) for s in rng.integers(0, world.num_slots, len(rows))]
-    # Tokens of nobody may follow.
-    num_tokens = sum(extend) + draw(st.sampled_from([0, 0, 3]))
-    offsets = [int(o) for o in np.cumsum([0, *extend])]
-    tokens = [int(t) for t in rng.integers(0, 1 << 17, num_tokens)]
-    positions = [p + k for p, e in zip(prefix, extend, strict=True) for k in range(e)]
-    positions += [0] * (num_tokens - len(positions))
-    # Distinct slots, free or cached ones; what the pool cannot hold goes to the padding slot.
-    free = [int(s) for s in rng.permutation(world.num_slots - 1) + 1] if world.num_slots > 1 else []
-    if giant and draw(st.booleans()):
-        # The last slots are those that lie far.
-        free.sort(reverse=True)
-    free = free[:num_tokens]
-    slots = free + [0] * (num_tokens - len(free))
-    slots = replace_some(draw, slots, (0,))
-    owners = [draw(owner_numbers) for _ in rows]
-    if draw(st.booleans()):
-        owners = [n % (1 << 24) + (1 << 24) for n in owners]
-    for i, row in enumerate(rows):
-        # The seed says something else than the tail; with no prefix nobody asks it.
-        if i < 6 and often(draw, 5):
-            tails[row] ^= 1 << draw(st.integers(0, 62))
-        if i < 3 and often(draw, 4):
-            prefix[i], seeds_[i] = 1, 0
-        elif i < 6 and often(draw, 5):
-            prefix[i] = draw(st.integers(0, 1))
-            seeds_[i] = int(rng.integers(1, world.num_slots)) if world.num_slots > 1 else 0
-        elif i < 6 and often(draw, 5):
-            # Just past the pool.
-            prefix[i], seeds_[i] = max(prefix[i], 1), world.num_slots
-    damage_records(draw, records, [*seeds_, *slots[:40]])
+    batch = _draw_batch(draw, world, kind, rng, last_slots=giant)
+    _contradict(draw, batch, world, rng)
+    damage_records(draw, world.endpoint.records, [*batch.seeds, *batch.slots[:40]])
     if hostile:
-        rows = _distinct(replace_some(draw, rows, (*HOSTILE, len(tails))))
-        prefix = replace_some(draw, prefix)
-        seeds_ = replace_some(draw, seeds_, (*HOSTILE, 0, 1, world.num_slots))
-        slots = replace_some(draw, slots, (*HOSTILE, world.num_slots, world.num_slots + 1))
-        positions = replace_some(draw, positions, (*HOSTILE, 0))
-        tokens = replace_some(draw, tokens)
-        offsets = replace_some(draw, offsets, (*HOSTILE, 0, 1, num_tokens, num_tokens + 5), most=2)
-        if len(tails) > 1:
-            tails[draw(st.integers(1, len(tails) - 1))] = ANCHOR
-    others = [len(rows)] if giant else [0, -1, len(rows) + 9, len(rows) + 9]
-    count = draw(st.sampled_from([len(rows)] * 20 + others))
-    _give_up_shared_tokens(rows, offsets, slots, len(tails), count)
-    expected = None
-    if draw(st.booleans()):
-        expected = int64(_make_wrong(draw, replace_some(draw, tokens, (-1, 0, 7)), positions, slots, world.num_slots))
+        _make_hostile(draw, batch, world)
+    others = [len(batch.rows)] if giant else [0, -1, len(batch.rows) + 9, len(batch.rows) + 9]
+    count = draw(st.sampled_from([len(batch.rows)] * 20 + others))
+    _give_up_shared_tokens(batch, count)
+    expected = int64(_make_wrong(draw, batch, world.num_slots)) if draw(st.booleans()) else None
     tracked = draw(st.booleans())
     if draw(st.booleans()):
         tracked = not often(draw, 6)
-        segments = [
-            (owner, int(tails[row]), max(offsets[r], 0), min(offsets[r + 1], num_tokens))
-            for r, (row, owner) in enumerate(zip(rows, owners, strict=True))
-            if r < count and 0 < row < len(tails)
-        ]
-        _hold_others(rng, records, segments, tokens=tokens, positions=positions, slots=slots)
+        _hold_others(rng, world.endpoint.records, batch, count)
     spare = 0 if kind in ("alone", "nobody") else draw(st.integers(0, 2))
     return {
         "write_plan": WritePlan(
-            rows=int64(rows + [0] * spare),
-            owners=int64(owners + [5] * spare),
-            offsets=int64(offsets + [num_tokens] * spare),
-            prefix_lens=int64(prefix + [3] * spare),
-            seed_slots=int64(seeds_ + [1] * spare),
+            rows=int64(batch.rows + [0] * spare),
+            owners=int64(batch.owners + [5] * spare),
+            offsets=int64(batch.offsets + [len(batch.tokens)] * spare),
+            prefix_lens=int64(batch.prefix + [3] * spare),
+            seed_slots=int64(batch.seeds + [1] * spare),
             num_requests=torch.tensor([count], dtype=torch.int32),
         ),
-        "input_ids": int64(tokens),
-        "positions": int64(positions),
-        "out_slots": int64(slots),
+        "input_ids": int64(batch.tokens),
+        "positions": int64(batch.positions),
+        "out_slots": int64(batch.slots),
         "endpoint": world.endpoint,
-        "tails": tails,
+        "tails": batch.tails,
         "step": int64([draw(steps)]),
         "check_positions": torch.tensor([draw(st.sampled_from([0, 1, 1, -7]))], dtype=torch.int32),
         "expected_input_ids": expected,
@@ -145,6 +74,84 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
         "violations": draw(violation_logs()),
         "counters": torch.arange(2 * len(Tag)).view(-1, 2),
     }
+
+
+@dataclass(kw_only=True)
+class _Batch:
+    """What is to be written while it is being drawn: requests, and their tokens one after the other."""
+
+    rows: list[int]
+    prefix: list[int]
+    tails: torch.Tensor
+    seeds: list[int]
+    offsets: list[int]
+    tokens: list[int]
+    positions: list[int]
+    slots: list[int]
+    owners: list[int]
+
+
+def _draw_batch(draw: Any, world: World, kind: str, rng: np.random.Generator, *, last_slots: bool) -> _Batch:
+    """Draw a batch that extends what `world` has cached; with `last_slots` it may take those of the pool's end."""
+    rows, prefix, tails = _draw_requests(draw, world, kind, rng)
+    long = draw(st.booleans())
+    extend = [_draw_extend(draw, kind, long=long) for _ in rows]
+    if len(rows) > 1 and draw(st.booleans()):
+        rows[draw(st.integers(0, len(rows) - 1))] = 0
+    seeds = [
+        int(world.slots[r, p - 1]) if 0 < r < world.num_rows and 0 < p <= world.slots.shape[1] else HEAD_OF_CHAIN
+        for r, p in zip(rows, prefix, strict=True)
+    ]
+    records = world.endpoint.records
+    if kind == "many" and world.num_slots > 1:
+        records[1:, :3] += (records[1:] == 0).all(dim=1, keepdim=True) * world.seed
+        seeds = [int(s) for s in rng.integers(0, world.num_slots, len(rows))]
+    # Tokens of nobody may follow.
+    num_tokens = sum(extend) + draw(st.sampled_from([0, 0, 3]))
+    tokens = [int(t) for t in rng.integers(0, 1 << 17, num_tokens)]
+    positions = [p + k for p, e in zip(prefix, extend, strict=True) for k in range(e)]
+    # Distinct slots, free or cached ones; what the pool cannot hold goes to the padding slot.
+    free = [int(s) for s in rng.permutation(world.num_slots - 1) + 1] if world.num_slots > 1 else []
+    if last_slots and draw(st.booleans()):
+        free.sort(reverse=True)
+    slots = replace_some(draw, (free + [0] * num_tokens)[:num_tokens], (0,))
+    owners = [draw(owner_numbers) for _ in rows]
+    if draw(st.booleans()):
+        owners = [n % (1 << 24) + (1 << 24) for n in owners]
+    return _Batch(
+        rows=rows,
+        prefix=prefix,
+        tails=tails,
+        seeds=seeds,
+        offsets=[int(o) for o in np.cumsum([0, *extend])],
+        tokens=tokens,
+        positions=positions + [0] * (num_tokens - len(positions)),
+        slots=slots,
+        owners=owners,
+    )
+
+
+def _draw_requests(
+    draw: Any, world: World, kind: str, rng: np.random.Generator
+) -> tuple[list[int], list[int], torch.Tensor]:
+    """Return rows, their prefixes' lengths, and the tails of all rows."""
+    rows, prefix, tails = list(world.rows), list(world.lengths), world.tails.clone()
+    fresh = [r for r in range(1, world.num_rows) if r not in rows]
+    if kind == "fresh":
+        return fresh, [0] * len(fresh), tails
+    if kind == "alone":
+        rows = (rows + fresh)[:1]
+        return rows, [*prefix, 0][: len(rows)], tails
+    if kind == "many":
+        # More requests than a row of the ring each takes, whose prefixes are mostly not theirs.
+        rows = list(range(1, draw(st.integers(28, 40))))
+        prefix = [int(p) for p in rng.integers(0, 20, len(rows))]
+        return rows, prefix, torch.cat([tails, torch.from_numpy(rng.integers(INT64_MIN, INT64_MAX, 40))])
+    if kind == "nobody":
+        return [], [], tails
+    if kind == "mixed" and fresh and draw(st.booleans()):
+        return [*rows, fresh[0]], [*prefix, 0], tails
+    return rows, prefix, tails
 
 
 def _draw_extend(draw: Any, kind: str, *, long: bool) -> int:
@@ -158,41 +165,61 @@ def _draw_extend(draw: Any, kind: str, *, long: bool) -> int:
     return int(draw(st.one_of(st.just(1), lengths(longest=1025))))
 
 
-def _make_wrong(draw: Any, expected: list[int], positions: list[int], slots: list[int], num_slots: int) -> list[int]:
-    """Make some tokens other than `expected`, often in a slot out of range or at another position as well."""
+def _contradict(draw: Any, batch: _Batch, world: World, rng: np.random.Generator) -> None:
+    """Let seeds say something else than tails, or be none that can say anything."""
+    for i, row in enumerate(batch.rows[:6]):
+        # With no prefix nobody asks the seed.
+        if often(draw, 5):
+            batch.tails[row] ^= 1 << draw(st.integers(0, 62))
+        if i < 3 and often(draw, 4):
+            batch.prefix[i], batch.seeds[i] = 1, 0
+        elif often(draw, 5):
+            batch.prefix[i] = draw(st.integers(0, 1))
+            batch.seeds[i] = int(rng.integers(1, world.num_slots)) if world.num_slots > 1 else 0
+        elif often(draw, 5):
+            # Just past the pool.
+            batch.prefix[i], batch.seeds[i] = max(batch.prefix[i], 1), world.num_slots
+
+
+def _make_hostile(draw: Any, batch: _Batch, world: World) -> None:
+    """Let any of the batch's numbers be anything."""
+    num_tokens = len(batch.tokens)
+    batch.rows = _distinct(replace_some(draw, batch.rows, (*HOSTILE, len(batch.tails))))
+    batch.prefix = replace_some(draw, batch.prefix)
+    batch.seeds = replace_some(draw, batch.seeds, (*HOSTILE, 0, 1, world.num_slots))
+    batch.slots = replace_some(draw, batch.slots, (*HOSTILE, world.num_slots, world.num_slots + 1))
+    batch.positions = replace_some(draw, batch.positions, (*HOSTILE, 0))
+    batch.tokens = replace_some(draw, batch.tokens)
+    batch.offsets = replace_some(draw, batch.offsets, (*HOSTILE, 0, 1, num_tokens, num_tokens + 5), most=2)
+    if len(batch.tails) > 1:
+        batch.tails[draw(st.integers(1, len(batch.tails) - 1))] = ANCHOR
+
+
+def _make_wrong(draw: Any, batch: _Batch, num_slots: int) -> list[int]:
+    """Return what tokens are expected: some others than the batch has, often for a wrong slot or position as well."""
+    expected = replace_some(draw, batch.tokens, (-1, 0, 7))
     for _ in range(draw(st.integers(0, 3)) if expected else 0):
         j = draw(st.integers(0, len(expected) - 1))
         expected[j] ^= 1
         what = draw(st.sampled_from(["slot", "position", "both", "token"]))
         if what in ("slot", "both"):
-            slots[j] = draw(st.sampled_from([-1, num_slots, INT64_MAX]))
+            batch.slots[j] = draw(st.sampled_from([-1, num_slots, INT64_MAX]))
         if what in ("position", "both"):
-            positions[j] += draw(st.sampled_from([-1, 1, 1 << 31, 1 << 32]))
+            batch.positions[j] += draw(st.sampled_from([-1, 1, 1 << 31, 1 << 32]))
     return expected
 
 
-def _hold_others(
-    rng: np.random.Generator,
-    records: torch.Tensor,
-    segments: list[tuple[int, int, int, int]],
-    *,
-    tokens: list[int],
-    positions: list[int],
-    slots: list[int],
-) -> None:
-    """Let some slots hold what an overwrite is told from: other owners' records, equal in part to the new ones.
-
-    Args:
-        segments: owner, tail, first and last token of each request that writes.
-    """
-    for owner, tail, first, last in segments:
-        if first >= last:
+def _hold_others(rng: np.random.Generator, records: torch.Tensor, batch: _Batch, count: int) -> None:
+    """Let slots to be written hold what an overwrite is told from: others' records, equal in part to the new ones."""
+    for r, (row, owner) in enumerate(zip(batch.rows, batch.owners, strict=True)):
+        first, last = max(batch.offsets[r], 0), min(batch.offsets[r + 1], len(batch.tokens))
+        if r >= count or not 0 < row < len(batch.tails) or first >= last:
             continue
-        identities = identity(int64(tokens[first:last]), int64(positions[first:last]))
-        chains = walk_chain(tail, identities)
+        identities = identity(int64(batch.tokens[first:last]), int64(batch.positions[first:last]))
+        chains = walk_chain(int(batch.tails[row]), identities)
         kinds = int(rng.integers(0, 8))
         for i, k in enumerate(rng.permutation(last - first)[:16].tolist()):
-            slot = slots[first + k]
+            slot = batch.slots[first + k]
             if not 0 < slot < len(records):
                 continue
             kind = (kinds + i) % 8
@@ -211,14 +238,14 @@ def _distinct(rows: list[int]) -> list[int]:
     return [0 if r in rows[:i] else r for i, r in enumerate(rows)]
 
 
-def _give_up_shared_tokens(rows: list[int], offsets: list[int], slots: list[int], num_rows: int, count: int) -> None:
+def _give_up_shared_tokens(batch: _Batch, count: int) -> None:
     """Send to the padding slot every token that several requests would write, and repeats of a slot."""
     owners: Counter[int] = Counter()
-    for r, row in enumerate(rows[: max(count, 0)]):
-        if 0 < row < num_rows:
-            owners.update(range(max(offsets[r], 0), min(offsets[r + 1], len(slots))))
+    for r, row in enumerate(batch.rows[: max(count, 0)]):
+        if 0 < row < len(batch.tails):
+            owners.update(range(max(batch.offsets[r], 0), min(batch.offsets[r + 1], len(batch.slots))))
     seen: set[int] = set()
-    for j, slot in enumerate(slots):
+    for j, slot in enumerate(batch.slots):
         if owners[j] > 1 or slot in seen:
-            slots[j] = 0
+            batch.slots[j] = 0
         seen.add(slot)

@@ -207,6 +207,26 @@ def test_a_failure_found_by_one_process_is_the_first_thing_that_another_tries(
     assert job("dir:third", phases="reuse") == []
 
 
+def test_a_campaign_begins_with_what_another_found(tmp_path: Path, server: Server) -> None:
+    first, second = (
+        campaign(tmp_path / name, "--database", f"{access}{server.address}/5", "--seed", name)
+        for name, access in (("1", ""), ("2", "ro:"))
+    )
+    assert first["findings"][0]["op"] == second["findings"][0]["op"] == "move"
+    assert first["findings"][0]["cases_before"] > second["findings"][0]["cases_before"] == 1
+
+
+def campaign(folder: Path, *options: str) -> dict[str, Any]:
+    """Fuzz a planted bug on the command line until it is found; return the facts."""
+    folder.mkdir()
+    command = [str(Path(sys.executable).with_name("kv-canary")), "difftest", "fuzz", "--op", "move", "--jobs", "1"]
+    command += ["--plant", "retired-moves", "--max-findings", "1", "--shrink", "5", "--json", "facts.json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=280)
+    assert done.returncode == 1, done.stdout + done.stderr
+    facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
+    return facts
+
+
 def test_a_read_only_redis_is_replayed_and_not_written(job: Callable[..., list[int]], server: Server) -> None:
     job("dir:first", f"ro:{server.address}", phases="generate,shrink")
     assert stored(server) == {}

@@ -14,11 +14,14 @@ from click.testing import CliRunner
 
 from kv_canary.backends import implementation, interpreting
 from kv_canary.constants import OWNER_MASK
-from kv_canary.difftest import mutation_pool, mutation_run
-from kv_canary.difftest.mutants_cli import mutants as mutants_command
-from kv_canary.difftest.mutation import make_mutants, mutants_of
-from kv_canary.difftest.mutation_pool import Pool, Verdict, cases_of
-from kv_canary.difftest.mutation_run import (
+from kv_canary.difftest.mutation import pool as mutation_pool
+from kv_canary.difftest.mutation import run as mutation_run
+from kv_canary.difftest.mutation.cli import mutants as mutants_command
+from kv_canary.difftest.mutation.mutants import make_mutants, mutants_of
+from kv_canary.difftest.mutation.overlay import overlaid, reached_ops, read_source, source_files
+from kv_canary.difftest.mutation.planted import PLANTED_BUGS, find_planted, plant, planted, planted_source
+from kv_canary.difftest.mutation.pool import Pool, Verdict, cases_of
+from kv_canary.difftest.mutation.run import (
     MutantResult,
     MutantStatus,
     MutationReport,
@@ -26,8 +29,6 @@ from kv_canary.difftest.mutation_run import (
     read_equivalents,
     run_mutants,
 )
-from kv_canary.difftest.overlay import overlaid, reached_ops, read_source, source_files
-from kv_canary.difftest.planted import PLANTED_BUGS, find_planted, plant, planted, planted_source
 
 # Children are forked, which a process that uses a GPU must not do.
 pytestmark = pytest.mark.skipif(not interpreting(), reason="forks: on the CPU only")

@@ -94,7 +94,7 @@ def load(file: str, text: str, folder: Path) -> dict[tuple[str, str], backends.I
 def overlaid(file: str, text: str) -> Iterator[None]:
     """Make the registry serve the package of `file` with `text` in its place, inside the `with` block."""
     with tempfile.TemporaryDirectory(prefix="kv-canary-overlay-") as folder:
-        changed = load(file, text, Path(folder))
+        changed = load(file, text, Path(folder, file.split("/")[0]))
         before = dict(backends._implementations)
         backends._implementations.update(changed)
         try:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from kv_canary.difftest.overlay import overlaid, read_source
+from kv_canary.difftest.mutation.overlay import overlaid, read_source
 from kv_canary.errors import must_be
 
 

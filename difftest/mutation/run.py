@@ -22,9 +22,9 @@ import torch
 
 from kv_canary import backends
 from kv_canary.difftest.casefile import versions
-from kv_canary.difftest.mutation import Mutant, make_mutants
-from kv_canary.difftest.mutation_pool import Pool, Verdict, cases_of
-from kv_canary.difftest.overlay import reached_ops
+from kv_canary.difftest.mutation.mutants import Mutant, make_mutants
+from kv_canary.difftest.mutation.overlay import reached_ops
+from kv_canary.difftest.mutation.pool import Pool, Verdict, cases_of
 from kv_canary.errors import must_be
 
 EQUIVALENT_MUTANTS = Path(__file__).with_name("equivalent_mutants.toml")

@@ -15,8 +15,8 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kv_canary.difftest.mutation import Mutant
-    from kv_canary.difftest.mutation_run import MutantResult, MutationReport
+    from kv_canary.difftest.mutation.mutants import Mutant
+    from kv_canary.difftest.mutation.run import MutantResult, MutationReport
 
 
 @click.command()
@@ -58,7 +58,7 @@ def mutants(
     its conditions, a store left out, a scan backwards. Each runs, in a process of its own, the same generated calls
     as the unchanged code. It is killed when the check finds a difference, a crash, an exception or a hang. One that
     survives is a hole in the tests (draw calls that tell it apart), or it is equivalent: no call can tell it apart;
-    then it belongs into difftest/equivalent_mutants.toml, with the reason.
+    then it belongs into difftest/mutation/equivalent_mutants.toml, with the reason.
 
     Exit codes: 0 all killed or equivalent; 1 a mutant survived, or one listed as equivalent was killed; 2 misuse, or
     an entry of the list that fits no mutant any more.
@@ -76,8 +76,8 @@ def mutants(
     try:
         from rich.console import Console
 
-        from kv_canary.difftest.mutation import make_mutants
-        from kv_canary.difftest.mutation_run import run_mutants
+        from kv_canary.difftest.mutation.mutants import make_mutants
+        from kv_canary.difftest.mutation.run import run_mutants
     except ModuleNotFoundError as error:
         raise click.UsageError(f"mutants need: pip install 'kv-canary[triton,difftest]' ({error})") from error
     console = Console()
@@ -131,7 +131,7 @@ def show_report(console: Console, report: MutationReport) -> None:
     """Print the survivors with their diffs, and the counts by file and by kind."""
     from rich.table import Table
 
-    from kv_canary.difftest.mutation_run import MutantStatus
+    from kv_canary.difftest.mutation.run import MutantStatus
 
     for result in report.of(MutantStatus.SURVIVED):
         console.print(f"\nsurvived: {result.mutant.id}, {result.mutant.kind.value}", style="bold red", highlight=False)

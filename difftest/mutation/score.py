@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kv_canary.difftest.campaign import Campaign, CampaignResult, Finding, run_campaign
-from kv_canary.difftest.planted import PLANTED_BUGS, PlantedBug, find_planted
+from kv_canary.difftest.mutation.planted import PLANTED_BUGS, PlantedBug, find_planted
 
 # A score is about finding: what is found is shrunk for so long only.
 SHRINK_S = 12.0

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kv_canary.difftest.mutation_edits import Edit, Kind, Source
-from kv_canary.difftest.overlay import read_source, source_files
+from kv_canary.difftest.mutation.edits import Edit, Kind, Source
+from kv_canary.difftest.mutation.overlay import read_source, source_files
 
 # What a reviewer looks for first. A statement gives up to two mutants of these kinds and one of the others, a call that
 # stands alone on a line one in all, chosen by a checksum of the change: each is tried, and the number stays in reach.
