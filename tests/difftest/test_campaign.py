@@ -26,6 +26,11 @@ PROGRAM = str(Path(sys.executable).with_name("kv-canary"))
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/your_own_kernel.py"
 
 
+def as_from_a_shell() -> dict[str, str]:
+    """The environment without what the tests set for their own process."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
 def difftest(
     *arguments: str, folder: Path, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -33,7 +38,7 @@ def difftest(
     return subprocess.run(
         [PROGRAM, "difftest", *arguments],
         cwd=folder,
-        env={**os.environ, "COLUMNS": "160", **(environment or {})},
+        env={**as_from_a_shell(), "COLUMNS": "160", **(environment or {})},
         capture_output=True,
         text=True,
         timeout=280,
@@ -166,10 +171,18 @@ def test_a_kernel_that_hangs_is_found(tmp_path: Path) -> None:
             executor.check(get_spec("sleepy"), {"x": right, "y": torch.zeros(2, dtype=torch.int64)})
 
 
+def test_mutants_run_from_a_shell(tmp_path: Path) -> None:
+    options = ("--file", "kernels/retire.py", "--sample", "2", "--examples", "40", "--jobs", "1")
+    done = difftest("mutants", *options, "--json", "mutants.json", folder=tmp_path)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    assert json.loads((tmp_path / "mutants.json").read_text())["total"] == 2
+
+
 def test_ctrl_c_keeps_what_there_is(tmp_path: Path) -> None:
     facts = tmp_path / "facts.json"
     command = [PROGRAM, "difftest", "fuzz", "--minutes", "5", "--jobs", "1", "--op", "retire", "--json", str(facts)]
-    running = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    options = {"cwd": tmp_path, "env": as_from_a_shell(), "stdout": subprocess.PIPE, "start_new_session": True}
+    running = subprocess.Popen(command, text=True, **options)
     time.sleep(12)
     # As a terminal does: to every process of the group.
     os.killpg(running.pid, signal.SIGINT)

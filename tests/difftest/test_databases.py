@@ -221,7 +221,10 @@ def campaign(folder: Path, *options: str) -> dict[str, Any]:
     folder.mkdir()
     command = [str(Path(sys.executable).with_name("kv-canary")), "difftest", "fuzz", "--op", "move", "--jobs", "1"]
     command += ["--plant", "retired-moves", "--max-findings", "1", "--shrink", "5", "--json", "facts.json", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=280)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=folder, env=environment, timeout=280
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
     return facts
