@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -14,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kv_canary.backends import implementation
 from kv_canary.constants import VIOLATION_WORDS
 from kv_canary.difftest.engine import Action, Call, Engine, EngineConfig, Memory, corrupt, perform
+from kv_canary.difftest.engine.actions import opening
 from kv_canary.difftest.engine.snapshot import snapshot
 from kv_canary.difftest.runner import Mismatch, Outcome
 from kv_canary.difftest.strategies.engine import actions, corruptions, engine_configs
@@ -164,6 +166,9 @@ class EngineMachine(RuleBasedStateMachine):
         config: EngineConfig = data.draw(engine_configs(max_lens=self.max_lens))
         self.engine = Engine(config)
         self.ensemble = Ensemble(self.engine, self.implementations)
+        if data.draw(st.sampled_from([True, True, True, False])):
+            for action in opening(np.random.default_rng(config.seed), longest=config.max_len):
+                self._perform(action)
 
     @rule(action=actions(("arrive",)))
     def arrive(self, action: Action) -> None:

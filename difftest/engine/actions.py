@@ -135,6 +135,13 @@ _WEIGHTS = {
 }
 
 
+def opening(rng: np.random.Generator, *, longest: int) -> list[Action]:
+    """Return how a busy engine's life begins: three requests whose prompts begin alike, and a chunk of each."""
+    lengths = [int(n) for n in rng.integers(longest // 4, longest, 3)]
+    arrivals = [Action(kind="arrive", pick=2 * i + 1, amount=n, more=longest // 2) for i, n in enumerate(lengths)]
+    return [*arrivals, Action(kind="prefill", amount=int(rng.integers(1, 2 * longest)))]
+
+
 def random_action(rng: np.random.Generator, *, longest: int) -> Action:
     """Return an action as it may come next in an engine's life, with lengths of a few tokens or up to `longest`."""
     weights = np.array(list(_WEIGHTS.values()))

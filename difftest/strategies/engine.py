@@ -24,7 +24,7 @@ from kv_canary.difftest.engine import (
     corrupt,
     perform,
 )
-from kv_canary.difftest.engine.actions import random_action
+from kv_canary.difftest.engine.actions import opening, random_action
 from kv_canary.difftest.engine.config import Kind
 from kv_canary.difftest.engine.snapshot import snapshot
 from kv_canary.difftest.hostile import HOSTILE
@@ -49,7 +49,7 @@ MAX_LENS = (24, 40, 40, 40, 300, 300, 640)
 _STEPS = ("mixed", "mixed", "mixed", "prefill", "prefill", "decode", "decode", "speculate", "speculate", "idle", "idle")
 _BETWEEN = ("arrive", "arrive", "finish", "finish", "retract", "fork", "fork", "compact", "evict", "leave_windows")
 # Those that a plan or a verify sees at once count for more, and so does any input of a call: there are many.
-_FAULTS = (*FAULTS, *4 * ("unmap", "unmap", "argument"), *2 * ("table_entry", "lut_entry"))
+_FAULTS = (*FAULTS, *4 * ("unmap", "unmap", "argument"), *2 * ("table_entry", "lut_entry", "out_slot"))
 
 
 @st.composite
@@ -87,7 +87,7 @@ def engine_configs(draw: Any, *, max_lens: tuple[int, ...] = MAX_LENS) -> Engine
         first_slot=first_slot,
         max_rows=rows,
         max_len=max_len,
-        prefix_cache=draw(st.sampled_from([True, True, False])),
+        prefix_cache=draw(st.sampled_from([True, True, True, False])),
         rewrite_matched=draw(st.booleans()),
         anchors=draw(st.booleans()),
         token_pool=draw(st.booleans()),
@@ -130,9 +130,7 @@ def histories(draw: Any, configs: st.SearchStrategy[EngineConfig], *, faults: bo
     engine = Engine(draw(configs))
     memory, longest = engine.new_memory(), engine.config.max_len
     rng = np.random.default_rng(draw(seeds))
-    lengths = [int(n) for n in rng.integers(longest // 4, longest, 3)]
-    past = [Action(kind="arrive", pick=2 * i + 1, amount=n, more=longest // 4) for i, n in enumerate(lengths)]
-    past.append(Action(kind="prefill", amount=int(rng.integers(1, 2 * longest))))
+    past = opening(rng, longest=longest)
     past += [random_action(rng, longest=longest) for _ in range(draw(st.integers(0, 8)))]
     for action in past:
         run_on_reference(perform(engine, action), memory)
