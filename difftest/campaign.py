@@ -25,7 +25,7 @@ from typing import Any
 from kv_canary.difftest.casefile import SUFFIX, case_file, save
 from kv_canary.difftest.coverage import Coverage
 from kv_canary.difftest.features import of_call
-from kv_canary.difftest.generic import ROUND_EXAMPLES, check_call, search, search_engine
+from kv_canary.difftest.generic import ROUND_EXAMPLES, check_call, search, search_engine, search_rounds
 from kv_canary.difftest.mutation.planted import find_planted
 from kv_canary.difftest.runner import Mismatch
 from kv_canary.difftest.worker import Executor, import_all, prepare
@@ -242,6 +242,7 @@ class _Job:
         self._told = time.monotonic()
         self._restarts = 0
         self._hunt: _Hunt | None = None
+        self._engine_rounds = 0
 
     def run(self) -> None:
         targets = self.campaign.all_targets()
@@ -264,7 +265,10 @@ class _Job:
         database = None if target in self.found_in else self.database
         try:
             if target == ENGINE:
-                search_engine(
+                # Lives, and moments in the middle of others.
+                look = search_engine if self._engine_rounds % 2 == 0 else search_rounds
+                self._engine_rounds += 1
+                look(
                     self.executor.check,
                     self.hunted,
                     self.engine_step,

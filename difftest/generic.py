@@ -19,6 +19,7 @@ from kv_canary.difftest.machine import Disagreement, default_implementations, en
 from kv_canary.difftest.misuse import check_misuse
 from kv_canary.difftest.runner import Mismatch
 from kv_canary.difftest.strategies import cases
+from kv_canary.difftest.strategies.engine import engine_rounds
 from kv_canary.specs import get_spec
 from kv_canary.specs.interface import KernelSpec
 
@@ -131,6 +132,38 @@ def search_engine(
 
     with suppress(Mismatch, Flaky):
         run_state_machine_as_test(with_seed(seed)(History), settings=_settings(ROUND_HISTORIES, database))
+
+
+def search_rounds(
+    check: Check,
+    fails: Callable[[KernelSpec, Mapping[str, Any], Mismatch], bool],
+    on_round: Callable[[list[frozenset[str]]], None],
+    *,
+    seed: int,
+    database: ExampleDatabase | None,
+) -> None:
+    """Draw rounds of engines with a past, damaged half of the time, until a call inside one fails.
+
+    Histories grow a step at a time and shrink as such; these are in the thick of it at once.
+
+    Args:
+        check, fails: as for `search_engine`.
+        on_round: called before each round with the features of each of its calls.
+    """
+
+    @_settings(ROUND_EXAMPLES, database)
+    @with_seed(seed)
+    @given(calls=engine_rounds())
+    def test(calls: list[tuple[str, dict[str, Any]]]) -> None:
+        on_round([of_call(op, arguments) for op, arguments in calls])
+        for op, arguments in calls:
+            spec = get_spec(op)
+            mismatch = check(spec, arguments)
+            if mismatch is not None and fails(spec, spec.bind(arguments), mismatch):
+                raise _Found
+
+    with suppress(_Found, Flaky):
+        test()
 
 
 def draw_cases(op: str, *, examples: int, seed: int) -> list[dict[str, Any]]:

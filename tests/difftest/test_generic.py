@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kv_canary.difftest.engine import STEPS, Action
-from kv_canary.difftest.generic import search_engine
+from kv_canary.difftest.generic import search_engine, search_rounds
 from kv_canary.difftest.machine import EngineMachine
+from kv_canary.difftest.runner import Mismatch, Outcome
 from kv_canary.specs.interface import KernelSpec
 
 
@@ -35,3 +36,21 @@ def test_a_round_of_an_engine_is_one_case(monkeypatch: pytest.MonkeyPatch) -> No
     # What is no step is told with the step that follows it, or where the history ends.
     steps = sum(kind in STEPS for kind in actions)
     assert steps <= len(rounds) < len(actions)
+
+
+def test_rounds_are_told_whole_and_end_at_what_fails() -> None:
+    checked: list[str] = []
+    told: list[list[frozenset[str]]] = []
+
+    def check(spec: KernelSpec, arguments: Mapping[str, Any]) -> Mismatch | None:
+        checked.append(spec.name)
+        return Mismatch(Outcome.BYTES_DIFFER, op=spec.name, backend="triton") if spec.name == "write" else None
+
+    search_rounds(check, lambda *found: False, told.append, seed=3, database=None)
+    assert sum(map(len, told)) == len(checked) > checked.count("write") > 1
+    for calls in (checked, told):
+        calls.clear()
+    search_rounds(check, lambda *found: True, told.append, seed=3, database=None)
+    # The smallest round that fails comes last, and nothing is checked behind what failed.
+    assert checked[-1] == "write"
+    assert len(checked) < sum(map(len, told))
