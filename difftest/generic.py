@@ -24,6 +24,10 @@ from kv_canary.specs import get_spec
 from kv_canary.specs.interface import KernelSpec
 
 Check = Callable[[KernelSpec, Mapping[str, Any]], Mismatch | None]
+# Whether a failure of a call inside a history or a round is the one that is looked for.
+Hunted = Callable[[KernelSpec, Mapping[str, Any], Mismatch], bool]
+# Is given the features of each call of a round.
+Told = Callable[[list[frozenset[str]]], None]
 
 
 def check_call(spec: KernelSpec, case: Mapping[str, Any], *, check: Check, first: bool) -> Mismatch | None:
@@ -78,8 +82,8 @@ HISTORY_STEPS = 15
 
 def search_engine(
     check: Check,
-    fails: Callable[[KernelSpec, Mapping[str, Any], Mismatch], bool],
-    on_step: Callable[[list[frozenset[str]]], None],
+    fails: Hunted,
+    on_step: Told,
     *,
     seed: int,
     database: ExampleDatabase | None,
@@ -136,8 +140,8 @@ def search_engine(
 
 def search_rounds(
     check: Check,
-    fails: Callable[[KernelSpec, Mapping[str, Any], Mismatch], bool],
-    on_round: Callable[[list[frozenset[str]]], None],
+    fails: Hunted,
+    on_round: Told,
     *,
     seed: int,
     database: ExampleDatabase | None,

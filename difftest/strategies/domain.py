@@ -29,8 +29,7 @@ _GIANT_BYTES = 20 << 30
 # A source this long is given tokens of fewer bytes.
 _SOURCE_BYTES = 1 << 18
 
-# Elements of all sizes that KV is kept in. Integers, since random bytes as floats are now and then NaN, which equals
-# nothing.
+# Elements of all sizes that KV is kept in. Random bytes as floats are now and then NaN: only bytes may be compared.
 _DTYPES = (torch.int8, torch.bfloat16, torch.float32, torch.int64)
 
 seeds = st.integers(0, 2**32 - 1)

@@ -150,6 +150,9 @@ def test_a_kernel_that_kills_its_process_is_shrunk_too(tmp_path: Path, mischief:
     again = difftest(*replay_line(done.stdout), folder=tmp_path)
     assert again.returncode == 1, again.stdout + again.stderr
     assert "[0, 5, 0]" in again.stdout
+    if "abort" in mischief:
+        # The line that the process died in.
+        assert re.search(r"bad\.py:\d+ \(triton\)", again.stdout), again.stdout
 
 
 def test_a_kernel_that_hangs_is_found(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
+import io
 import os
 import pickle
 import subprocess
@@ -14,18 +16,22 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 import kv_canary as kc
+from kv_canary.difftest.casefile import case_file
 from kv_canary.difftest.memory import (
     GIANT_BYTES,
     GUARD_BYTES,
     guarded,
     is_giant,
     pack,
+    room_for,
     sparse_storage,
     unpack,
 )
-from kv_canary.difftest.runner import check_case
+from kv_canary.difftest.present import call_table
+from kv_canary.difftest.runner import Mismatch, Outcome, check_case
 from kv_canary.specs import get_spec
 from kv_canary.specs.interface import KernelSpec, Leaf, TensorSpec
 
@@ -425,3 +431,46 @@ def test_an_address_computed_in_32_bits_is_caught(address: str, tmp_path: Path, 
         # Such an address lies outside every allocation, or in somebody else's: a crash, or a wrong word.
         crashed = done.returncode < 0 or "illegal memory access" in done.stderr
         assert crashed or done.returncode == 3, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("stride", "device", "waits"), [(FAR, "cuda", True), (FAR, "cpu", False), (4, "cuda", False)])
+def test_giant_calls_take_turns_on_a_gpu(
+    stride: int, device: str, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    emptied: list[bool] = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: emptied.append(held()))
+
+    def held() -> bool:
+        """Whether another process would have to wait."""
+        for path in tmp_path.glob("*.lock"):
+            with path.open("w") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
+        return False
+
+    call = {role: table(stride) for role in ("in", "out", "inout")}
+
+    def fail() -> None:
+        with room_for(TABLES, call, device=device):
+            assert held() == waits
+            raise RuntimeError("the kernel failed")
+
+    with pytest.raises(RuntimeError, match="kernel"):
+        fail()
+    assert not held()
+    # Memory is given back before the next one's turn.
+    assert emptied == [True] * waits
+
+
+def test_rows_far_apart_are_shown_as_such() -> None:
+    call = {"slots": torch.tensor([3]), "owner": 1, "step": torch.tensor([2])}
+    call["records"] = (apart(torch.zeros(5, 4, dtype=torch.int64), FAR), torch.zeros(5, 4, dtype=torch.int64))
+    mismatch = Mismatch(Outcome.CRASHED, op="retire", backend="triton")
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(call_table(case_file(get_spec("retire"), call, mismatch)))
+    shown = console.export_text()
+    assert f"int64[5, 4], a row every {FAR} " in shown
+    assert shown.count("a row every") == 1
