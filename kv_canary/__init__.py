@@ -4,7 +4,9 @@ Importing this package imports neither triton nor any engine.
 """
 
 from kv_canary import ops
+from kv_canary.accounts import CanarySummary
 from kv_canary.backends import register, use_backend
+from kv_canary.capacities import CanaryLaunchCapacities, CanaryLimits
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import (
     ANCHOR,
@@ -18,7 +20,7 @@ from kv_canary.constants import (
 )
 from kv_canary.engines import Installation, install
 from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager
-from kv_canary.manager import CanaryLimits, CanaryManager, CanarySummary
+from kv_canary.manager import CanaryManager
 from kv_canary.pools import BufferGroup, KvPool
 from kv_canary.reports import CanaryViolationError, ViolationReport
 from kv_canary.specs.structures import Endpoint, KvSource, VerifyPlan, ViolationLog, WritePlan
@@ -33,6 +35,7 @@ __all__ = [
     "UNCHECKED",
     "BufferGroup",
     "CanaryConfig",
+    "CanaryLaunchCapacities",
     "CanaryLimits",
     "CanaryManager",
     "CanarySummary",

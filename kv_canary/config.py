@@ -1,19 +1,31 @@
-"""What an operator can choose."""
+"""What an operator can choose, by argument or by environment."""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import os
+import types
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
 
 from kv_canary.backends import BACKENDS
 from kv_canary.errors import must_be
 
 Mode = Literal["log", "raise"]
+Records = Literal["one", "head_and_tail"]
+
+ENVIRONMENT = "KV_CANARY_"
+# Settings of other parts, which read them themselves.
+_OTHERS = ("SHADOW_", "PERTURB_")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CanaryConfig:
-    """How the canary behaves.
+    """How the canary behaves. Each field can also come from the environment: `KV_CANARY_<FIELD>`, see `from_env`.
 
     Args:
         mode: "log" reports violations and goes on; "raise" also raises `CanaryViolationError`, at the next step.
@@ -21,36 +33,159 @@ class CanaryConfig:
         read_bytes: bytes of each token's K, and of its V, that are fingerprinted; layer and window rotate with the
             position. A whole token's bytes or more cover one layer wholly.
         verify_bytes_at_tail: fingerprint the cached K/V bytes again after the forward, not only before it.
+        records: "one" record buffer for HEAD and TAIL; or "head_and_tail", two, of which HEAD's goes first and TAIL's
+            last in the buffer lists of a transfer, so that one cut short is seen whichever end it lost.
+        stride: a cached position is verified on admission and then every so many steps. None: 1 on a CPU; on a GPU
+            chosen, up to `max_stride`, so that the canary takes `overhead_target` of a step.
+        overhead_target: share of a step's time that the canary may take where it chooses the stride.
+        max_stride: the longest stride that it chooses: how late, in steps, corruption may be seen.
+        verify_capacity: entries that one forward can verify in a group; None: as many as the engine's limits allow.
         track_lifetime: report reads of freed slots (FREED) and writes to another owner's (OVERWRITE). Off where an
             engine's frees cannot be hooked.
+        quarantine: a sweep also checks that freed slots stay unchanged until they are reused.
         check_tokens: check every cached token against the request's own (TOKEN), by a table of 4 bytes a row and
             position. None: where the table takes at most `token_table_share` of the pool's bytes, or 16 MiB.
         token_table_share: see check_tokens.
+        sweep_every: steps between sweeps of everything that the prefix cache holds; 0: none.
         ring_capacity: violations whose details are kept between two drains; all are counted.
         max_reports_per_step: violations written out in full per drain; the rest are counted.
+        stats_every: steps between two lines of statistics in the log; 0: none.
+        swa_divergence_every: steps between two reports of how far windowed groups differ from full ones; 0: none.
+        digest_every: steps between two comparisons of digests across ranks; 0: none.
+        event_log: file that events are appended to, one JSON object a line; None: none.
+        bundles: folder that reports are saved in, for `kv-canary report`; None: none.
+
+    Raises:
+        TypeError, ValueError: naming the setting, what it must be and what came.
     """
 
     mode: Mode = "log"
     backend: str | None = None
     read_bytes: int = 16
     verify_bytes_at_tail: bool = False
+    records: Records = "one"
+    stride: int | None = None
+    overhead_target: float = 0.01
+    max_stride: int = 32
+    verify_capacity: int | None = None
     track_lifetime: bool = True
+    quarantine: bool = False
     check_tokens: bool | None = None
     token_table_share: float = 0.01
+    sweep_every: int = 0
     ring_capacity: int = 1024
     max_reports_per_step: int = 16
+    stats_every: int = 0
+    swa_divergence_every: int = 0
+    digest_every: int = 0
+    event_log: Path | None = None
+    bundles: Path | None = None
 
     def __post_init__(self) -> None:
-        modes = get_args(Mode)
-        if self.mode not in modes:
-            raise ValueError(must_be("CanaryConfig", "mode", f"one of {', '.join(modes)}", repr(self.mode)))
+        for field in dataclasses.fields(self):
+            _check_type(field.name, getattr(self, field.name), _HINTS[field.name])
         if self.backend is not None and self.backend not in BACKENDS:
             raise ValueError(must_be("CanaryConfig", "backend", f"one of {', '.join(BACKENDS)}", repr(self.backend)))
-        for name in ("read_bytes", "ring_capacity", "max_reports_per_step"):
+        for name, low in _LEAST.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(must_be("CanaryConfig", name, "an int", repr(value)))
-            if value < 1:
-                raise ValueError(must_be("CanaryConfig", name, "at least 1", str(value)))
+            if value is not None and value < low:
+                raise ValueError(must_be("CanaryConfig", name, f"at least {low}", str(value)))
         if not 0 <= self.token_table_share <= 1:
             raise ValueError(must_be("CanaryConfig", "token_table_share", "in [0, 1]", str(self.token_table_share)))
+        if not 0 < self.overhead_target <= 1:
+            raise ValueError(must_be("CanaryConfig", "overhead_target", "in (0, 1]", str(self.overhead_target)))
+        if self.quarantine and not (self.track_lifetime and self.sweep_every):
+            expected = "off where track_lifetime or sweep_every is"
+            raise ValueError(must_be("CanaryConfig", "quarantine", expected, "on"))
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ, **settings: Any) -> Self:
+        """Return the configuration that the environment describes; `settings` given here come before it.
+
+        Numbers and names stand as they are, switches as 1 or 0 (true, false, on, off, yes, no), and `none` for None.
+
+        Raises:
+            ValueError: a variable `KV_CANARY_...` names no setting, or its text is none of the setting's values.
+        """
+        return cls(**read_settings(cls, ENVIRONMENT, environ, settings, others=_OTHERS))
+
+
+def read_settings(
+    cls: type, prefix: str, environ: Mapping[str, str], given: Mapping[str, Any], *, others: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Return `given`, and the fields of the dataclass `cls` that `environ` has under `prefix`.
+
+    Args:
+        others: what follows the prefix in variables of other parts.
+
+    Raises:
+        ValueError: a variable names no field, or its text is none of the field's values.
+    """
+    settings, hints = dict(given), typing.get_type_hints(cls)
+    for name, text in environ.items():
+        rest = name.removeprefix(prefix)
+        if rest == name or rest.startswith(others):
+            continue
+        field = rest.lower()
+        if field not in hints:
+            near = difflib.get_close_matches(field, hints, n=1)
+            hint = f" (did you mean {prefix}{near[0].upper()}?)" if near else ""
+            raise ValueError(f"kv-canary: environment: {name} must be a known setting, got an unknown one{hint}")
+        if field not in settings:
+            settings[field] = _parse(name, text, hints[field])
+    return settings
+
+
+_HINTS: dict[str, Any] = typing.get_type_hints(CanaryConfig)
+_LEAST = {
+    "read_bytes": 1,
+    "stride": 1,
+    "max_stride": 1,
+    "verify_capacity": 1,
+    "sweep_every": 0,
+    "ring_capacity": 1,
+    "max_reports_per_step": 1,
+    "stats_every": 0,
+    "swa_divergence_every": 0,
+    "digest_every": 0,
+}
+_SWITCHES = {**dict.fromkeys(("1", "true", "on", "yes"), True), **dict.fromkeys(("0", "false", "off", "no"), False)}
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """Return the alternatives of a type hint."""
+    return get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    for kind in _kinds(hint):
+        if typing.get_origin(kind) is Literal:
+            if value not in get_args(kind):
+                raise ValueError(must_be("CanaryConfig", name, f"one of {', '.join(get_args(kind))}", repr(value)))
+            return
+        if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+            return
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return
+    names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in _kinds(hint))
+    article = "an" if names[0] in "aeiou" else "a"
+    raise TypeError(must_be("CanaryConfig", name, f"{article} {names}", repr(value)))
+
+
+def _parse(name: str, text: str, hint: Any) -> Any:
+    """Return the value that `text` stands for."""
+    kinds = _kinds(hint)
+    if type(None) in kinds and text.lower() == "none":
+        return None
+    for kind in kinds:
+        if kind is bool and text.lower() in _SWITCHES:
+            return _SWITCHES[text.lower()]
+        if kind in (int, float):
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+        if kind in (str, Path) or typing.get_origin(kind) is Literal:
+            return Path(text) if kind is Path else text
+    expected = "1 or 0" if bool in kinds else " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
+    raise ValueError(f"kv-canary: environment: {name} must be {expected}, got {text!r}")

@@ -16,6 +16,7 @@ ANCHOR = 0x6B765F63616E6172
 CHAIN_MULTIPLIER = 0x9E3779B97F4A7C15
 
 RECORD_WORDS = 4
+WRITER_WORD = 3
 VIOLATION_WORDS = 16
 
 # The WRITER word of a record: bit 63 retired, then 39 bits of step, then 24 bits of owner.

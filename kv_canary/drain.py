@@ -11,78 +11,129 @@ import torch
 from kv_canary.constants import Tag
 from kv_canary.state import CanaryDeviceState
 
+_COUNTERS = 2 * len(Tag)
+
 
 @dataclass(frozen=True, kw_only=True)
-class StepFindings:
-    """What was drained: violations, those of them whose rows fit the ring, and plan status words by group index."""
+class StepWords:
+    """What one step left on the device.
+
+    Args:
+        step: its number.
+        counters: [launches, entries] by tag, since the beginning.
+        statuses: status word of each plan that was not 0, with the name of its group.
+        launches: how many launches the step was to make, by tag; None where that is not known.
+    """
+
+    step: int
+    counters: list[list[int]]
+    statuses: list[tuple[str, int]]
+    launches: dict[int, int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What was drained: violations, those of them whose rows fit the ring, and the words of each step, in order."""
 
     total: int = 0
     rows: list[list[int]] = field(default_factory=list)
-    statuses: list[tuple[int, int]] = field(default_factory=list)
+    steps: list[StepWords] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class _Pending:
+    step: int
+    host: torch.Tensor
+    event: torch.cuda.Event | None
+    groups: list[str]
+    launches: dict[int, int] | None
 
 
 class Drain:
     """Reads counters, violations and status words without stopping the device.
 
-    `push` copies the few words that say whether anything happened behind the step, to pinned memory; `poll` reads
-    those copies that have arrived, and fetches violation rows only when there are new ones.
+    `push` copies the few words that say whether anything happened behind the step, on a stream of its own, to pinned
+    memory; `poll` reads those copies that have arrived, and fetches violation rows only when there are new ones.
 
     Args:
         state: what to drain.
-        groups: number of status words that each push brings.
+        statuses: status words that a push brings at most.
     """
 
-    def __init__(self, state: CanaryDeviceState, *, groups: int) -> None:
+    def __init__(self, state: CanaryDeviceState, *, statuses: int) -> None:
         self._state = state
-        self._words = 1 + state.counters.numel() + groups
-        self._outbox = torch.zeros(self._words, dtype=torch.int64, device=state.device)
+        self._words = 1 + _COUNTERS + statuses
+        # Two: the copy of one is under way while the next step fills the other.
+        self._outboxes = [torch.zeros(self._words, dtype=torch.int64, device=state.device) for _ in range(2)]
+        self._sent: list[torch.cuda.Event | None] = [None, None]
+        self._side = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None
+        self._next = 0
         self._spare: list[torch.Tensor] = []
-        self._pending: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._pending: deque[_Pending] = deque()
         self.counters: list[list[int]] = [[0, 0] for _ in Tag]
 
-    def push(self, statuses: Sequence[torch.Tensor]) -> None:
-        """Copy the step's words to the host, behind everything the step has launched."""
-        counters = self._state.counters
-        self._outbox[:1].copy_(self._state.violations.count)
-        self._outbox[1 : 1 + counters.numel()].copy_(counters.view(-1))
-        for i, status in enumerate(statuses):
-            self._outbox[1 + counters.numel() + i :][:1].copy_(status)
-        on_gpu = self._outbox.is_cuda
-        host = self._spare.pop() if self._spare else torch.zeros(self._words, dtype=torch.int64, pin_memory=on_gpu)
-        host.copy_(self._outbox, non_blocking=True)
-        event = None
-        if on_gpu:
-            event = torch.cuda.Event()
-            event.record()
-        self._pending.append((host, event))
+    def push(self, step: int, statuses: Sequence[tuple[str, torch.Tensor]], *, launches: dict[int, int] | None) -> None:
+        """Copy the step's words to the host, behind everything the step has launched.
 
-    def poll(self, *, wait: bool = False) -> StepFindings:
+        Args:
+            step: its number.
+            statuses: status words, with the names of their groups.
+            launches: see `StepWords`.
+        """
+        outbox, sent = self._outboxes[self._next], self._sent[self._next]
+        if sent is not None:
+            # Its last copy, two steps ago, is over by now; this makes it certain.
+            torch.cuda.current_stream(self._state.device).wait_event(sent)
+        counters = self._state.counters
+        outbox[:1].copy_(self._state.violations.count)
+        outbox[1 : 1 + _COUNTERS].copy_(counters.view(-1))
+        for i, (_, status) in enumerate(statuses):
+            outbox[1 + _COUNTERS + i :][:1].copy_(status)
+        host = (
+            self._spare.pop() if self._spare else torch.zeros(self._words, dtype=torch.int64, pin_memory=outbox.is_cuda)
+        )
+        event = None
+        if self._side is None:
+            host.copy_(outbox)
+        else:
+            self._side.wait_stream(torch.cuda.current_stream(self._state.device))
+            with torch.cuda.stream(self._side):
+                host.copy_(outbox, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+        self._sent[self._next] = event
+        self._next = 1 - self._next
+        names = [name for name, _ in statuses]
+        self._pending.append(_Pending(step=step, host=host, event=event, groups=names, launches=launches))
+
+    def poll(self, *, wait: bool = False) -> Findings:
         """Return what the steps found whose copies have arrived; with `wait`, of all steps."""
         found = False
-        statuses: list[tuple[int, int]] = []
+        steps: list[StepWords] = []
         while self._pending:
-            host, event = self._pending[0]
-            if event is not None:
+            first = self._pending[0]
+            if first.event is not None:
                 if wait:
-                    event.synchronize()
-                elif not event.query():
+                    first.event.synchronize()
+                elif not first.event.query():
                     break
             self._pending.popleft()
-            words = host.tolist()
-            self._spare.append(host)
+            words = first.host.tolist()
+            self._spare.append(first.host)
             found |= words[0] > 0
-            self._set_counters(words[1 : 1 + 2 * len(Tag)])
-            statuses += [(i, bits) for i, bits in enumerate(words[1 + 2 * len(Tag) :]) if bits]
+            self._set_counters(words[1 : 1 + _COUNTERS])
+            statuses = [(name, bits) for name, bits in zip(first.groups, words[1 + _COUNTERS :], strict=False) if bits]
+            steps.append(StepWords(step=first.step, counters=self.counters, statuses=statuses, launches=first.launches))
         if wait:
             # Also what a forward found that was given up before it could push.
             self._set_counters(self._state.counters.view(-1).tolist())
             found |= int(self._state.violations.count) > 0
-        return self._fetch(statuses) if found else StepFindings(statuses=statuses)
+        return self._fetch(steps) if found else Findings(steps=steps)
 
     def _set_counters(self, flat: list[int]) -> None:
         self.counters = [flat[2 * i : 2 * i + 2] for i in range(len(Tag))]
 
-    def _fetch(self, statuses: list[tuple[int, int]]) -> StepFindings:
+    def _fetch(self, steps: list[StepWords]) -> Findings:
         """Read the rows and empty the ring; this waits for the device, which is fine once corruption was found."""
         log = self._state.violations
         total = int(log.count)
@@ -90,11 +141,11 @@ class Drain:
         # Behind the read just made, on the same stream: nothing falls between.
         log.count.zero_()
         self._drop_stale_counts()
-        return StepFindings(total=total, rows=rows, statuses=statuses)
+        return Findings(total=total, rows=rows, steps=steps)
 
     def _drop_stale_counts(self) -> None:
         """Forget the counts that were copied before the ring was emptied; their rows have been read."""
-        for host, event in self._pending:
-            if event is not None:
-                event.synchronize()
-            host[0] = 0
+        for pending in self._pending:
+            if pending.event is not None:
+                pending.event.synchronize()
+            pending.host[0] = 0

@@ -2,74 +2,35 @@
 
 from __future__ import annotations
 
-import logging
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from kv_canary import ops
+from kv_canary.accounts import Accounts, CanarySummary, StepRecord
 from kv_canary.backends import select_backend
+from kv_canary.budget import Budget
+from kv_canary.capacities import CanaryLaunchCapacities, CanaryLimits
 from kv_canary.config import CanaryConfig
-from kv_canary.constants import Reason, Status, Tag
-from kv_canary.drain import Drain, StepFindings
+from kv_canary.constants import Tag
+from kv_canary.drain import Drain
 from kv_canary.errors import must_be
-from kv_canary.forward import ForwardRequest, SingleForwardManager
+from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager
+from kv_canary.observers import Observer, observers_of
+from kv_canary.perturb import PerturbConfig, Perturber
 from kv_canary.pools import BufferGroup, KvPool
-from kv_canary.reports import CanaryViolationError, Decoder, ViolationReport
+from kv_canary.reports import ViolationReport
 from kv_canary.rows import RowTable
 from kv_canary.specs.structures import Endpoint
 from kv_canary.state import CanaryDeviceState
+from kv_canary.sweep import CachedSlots, Sweeper
 
-logger = logging.getLogger("kv_canary")
-
-# Steps whose rows are remembered, so that a report can name the request.
-REMEMBERED_STEPS = 64
 # A token table this small is kept whatever the pool's size.
 SMALL_TABLE_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class CanaryLimits:
-    """The engine's own limits, which size every buffer.
-
-    Args:
-        max_rows: rows of the engine's tables, row 0 (padding) included.
-        max_requests: requests in one forward.
-        max_tokens: new tokens in one forward.
-        max_len: tokens of one request; only for judging whether a token table is affordable.
-    """
-
-    max_rows: int
-    max_requests: int
-    max_tokens: int
-    max_len: int
-
-    def __post_init__(self) -> None:
-        for name, low in (("max_rows", 2), ("max_requests", 1), ("max_tokens", 1), ("max_len", 1)):
-            if getattr(self, name) < low:
-                raise ValueError(must_be("CanaryLimits", name, f"at least {low}", str(getattr(self, name))))
-
-
-@dataclass(frozen=True, kw_only=True)
-class CanarySummary:
-    """What the canary has done so far, as of the last drained step.
-
-    positions_verified counts the cached positions that were checked before a forward read them.
-    """
-
-    status: str
-    steps: int
-    positions_verified: int
-    violations: int
-    reasons: dict[str, int]
-    launches: dict[str, int]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the summary as JSON-ready values."""
-        return asdict(self)
+# Plans whose status words fit one drain: forwards of a step times groups.
+MOST_STATUSES = 64
 
 
 class CanaryManager:
@@ -81,6 +42,9 @@ class CanaryManager:
         config: how to behave.
         rows: where rows and owners come from, for names in reports; None if the engine has its own.
         on_report: called with every report that is written out; what it raises is logged and goes no further.
+        observers: told of every step and report, beside those that the config asks for.
+        perturb: faults to inject; None: those that the environment asks for, which are none by default.
+        cached: walks the engine's prefix cache, for sweeps; None: there is nothing to sweep.
 
     Raises:
         ValueError: groups are missing, share a name, or lie on several devices.
@@ -94,6 +58,9 @@ class CanaryManager:
         config: CanaryConfig | None = None,
         rows: RowTable | None = None,
         on_report: Callable[[ViolationReport], None] | None = None,
+        observers: Sequence[Observer] = (),
+        perturb: PerturbConfig | None = None,
+        cached: Callable[[], Sequence[CachedSlots]] | None = None,
     ) -> None:
         if not groups:
             raise ValueError(must_be("CanaryManager", "groups", "at least one group", "none"))
@@ -109,35 +76,69 @@ class CanaryManager:
         self.device = devices.pop()
         self.backend = select_backend(self.config.backend, self.device)
         self.pools: tuple[KvPool, ...] = tuple(dict.fromkeys(g.pool for g in groups))
+        if self.config.records == "head_and_tail":
+            for pool in self.pools:
+                pool.keep_head_records()
         self.state = CanaryDeviceState(
             max_rows=limits.max_rows,
             ring_capacity=self.config.ring_capacity,
             keep_tokens=self._keeps_tokens(),
+            offsets=[g.token_offset for g in groups],
             device=self.device,
         )
-        self.reports: deque[ViolationReport] = deque(maxlen=1024)
-        self._rows = rows
-        self._on_report = on_report
+        self.budget = Budget(self.config, self.device)
+        self.accounts = Accounts(
+            self.groups,
+            config=self.config,
+            rows=rows,
+            on_report=on_report,
+            observers=[*observers_of(self.config), *observers],
+        )
         self._endpoints: dict[tuple[str, Tag, bool], Endpoint] = {}
-        self._steps: deque[tuple[int, dict[int, str]]] = deque(maxlen=REMEMBERED_STEPS)
-        self._decoder = Decoder(self.groups, name_of_row=self._name_of_row, name_of_owner=self._name_of_owner)
-        self._drain = Drain(self.state, groups=len(self.groups))
-        self._step = 0
-        self._violations = 0
-        self._reasons: Counter[str] = Counter()
-        self._statuses: Counter[Status] = Counter()
+        self._drain = Drain(self.state, statuses=MOST_STATUSES)
+        self._sweeper = Sweeper(self)
+        self._cached = cached or (lambda: ())
+        perturb = PerturbConfig.from_env() if perturb is None else perturb
+        self.perturber = None if perturb is None else Perturber(perturb, self.groups)
         self._forwards: dict[str, SingleForwardManager] = {}
+        self._open: StepRecord | None = None
+        self._explicit = False
+        self._number = 0
 
-    def forward(self, name: str = "target") -> SingleForwardManager:
-        """Return the manager of the forward called `name`; the same one every time."""
+    @property
+    def reports(self) -> deque[ViolationReport]:
+        """The latest reports, oldest first."""
+        return self.accounts.reports
+
+    def forward(
+        self, name: str = "target", *, groups: Sequence[str] | None = None, inner: bool = False
+    ) -> SingleForwardManager:
+        """Return the manager of the forward called `name`; the same one every time.
+
+        Args:
+            name: of the forward.
+            groups: names of the groups that it works on; None: all. Read when it is made.
+            inner: see `SingleForwardManager`. Read when it is made.
+        """
         if name not in self._forwards:
-            self._forwards[name] = SingleForwardManager(self, name=name)
+            known = {g.name: g for g in self.groups}
+            chosen = list(known) if groups is None else list(groups)
+            for group in chosen:
+                if group not in known:
+                    raise ValueError(must_be("forward", "groups", f"some of {', '.join(known)}", repr(group)))
+            self._forwards[name] = SingleForwardManager(self, name=name, groups=[known[g] for g in chosen], inner=inner)
         return self._forwards[name]
+
+    def capacities(self, group: BufferGroup) -> CanaryLaunchCapacities:
+        """Return the sizes that launches of `group` are made for."""
+        return CanaryLaunchCapacities.from_args(
+            limits=self.limits, window=group.window, verify_capacity=self.config.verify_capacity
+        )
 
     @property
     def step(self) -> int:
         """Number of the current or last step; the first is 1."""
-        return self._step
+        return self._number
 
     def endpoint(self, group: BufferGroup, tag: Tag, *, with_bytes: bool) -> Endpoint:
         """Return the launch site `tag` of `group`; the same one every time."""
@@ -147,13 +148,16 @@ class CanaryManager:
         return self._endpoints[key]
 
     def retire(self, pool: KvPool, slots: torch.Tensor, *, owner: int = 0) -> None:
-        """Mark int64 `slots` of `pool` as freed: their content can be reached no more."""
+        """Mark int64 `slots` of `pool` as freed: their content can be reached no more.
+
+        To be called on the stream of the forwards, behind every forward that was prepared before the slots were freed.
+        """
         if self.config.track_lifetime and len(slots):
             ops.retire(
                 slots=slots.to(self.device),
                 owner=owner,
                 step=self.state.step,
-                records=(pool.records,),
+                records=pool.buffers,
                 backend=self.backend,
             )
 
@@ -165,26 +169,109 @@ class CanaryManager:
                 dst=dst.to(self.device),
                 owner=owner,
                 step=self.state.step,
-                records=(pool.records,),
+                records=pool.buffers,
                 backend=self.backend,
             )
 
     def clear(self) -> None:
         """Forget every record, because the engine emptied its cache."""
         for pool in self.pools:
-            pool.records.zero_()
+            for records in pool.buffers:
+                records.zero_()
 
-    def begin_step(self, requests: Sequence[ForwardRequest]) -> None:
-        """Report what earlier steps found, then start a new one; called by `SingleForwardManager.begin`."""
-        self._handle(self._drain.poll())
-        self.state.advance_tails(requests, backend=self.backend)
-        self._step += 1
-        self.state.step.fill_(self._step)
-        self._steps.append((self._step, {r.row: r.request_id for r in requests}))
+    def sweep(self) -> None:
+        """Verify everything that the prefix cache holds, also what no request uses now, and freed slots in quarantine.
 
-    def end_step(self, statuses: Sequence[tuple[BufferGroup, torch.Tensor]]) -> None:
-        """Start the copy of the step's findings to the host; called by `SingleForwardManager.end`."""
-        self._drain.push([status for _, status in statuses])
+        Outside any graph; findings are reported with those of the next step.
+        """
+        self._sweeper.sweep(self._cached())
+        self._sweeper.quarantine()
+
+    def scrub(self) -> None:
+        """Sweep in idle time: report what earlier steps and the sweep found now.
+
+        Raises:
+            CanaryViolationError: in raise mode, if there was anything to report.
+        """
+        self.sweep()
+        self.flush()
+
+    @contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Make the forwards inside the block one step: a draft model's and the target's, say.
+
+        Raises:
+            RuntimeError: a step is under way.
+        """
+        if self._open is not None:
+            raise RuntimeError("kv-canary: a step must begin when none is under way, got it inside another")
+        self._begin_step()
+        self._explicit = True
+        try:
+            yield
+        finally:
+            self._explicit = False
+            self._end_step()
+
+    def perturbed(self, batch: ForwardBatch) -> ForwardBatch:
+        """Inject what is to be injected before a forward; called by its `begin`."""
+        if self.perturber is None:
+            return batch
+        number = self._number + (self._open is None)
+        return self.perturber.before(batch, step=number, cached=self._cached())
+
+    def begin_forward(self, forward: SingleForwardManager, requests: Sequence[ForwardRequest]) -> list[int]:
+        """Report what earlier steps found, bring tails up and return the strides; called by the forward's `begin`."""
+        if self._open is None:
+            self._begin_step()
+        step = self._open
+        if step is None:
+            raise RuntimeError("kv-canary: a step must be under way, got none")
+        offsets = {g.token_offset for g in forward.groups}
+        if not forward.inner or not offsets <= step.inner:
+            try:
+                self.state.advance(requests, backend=self.backend)
+            except BaseException:
+                self.abort_forward()
+                raise
+        if forward.inner:
+            for offset in offsets - step.inner:
+                tails = self.state.tails[offset]
+                tails.scratch.copy_(tails.chains)
+            step.inner |= offsets
+        step.requests.update({r.row: r for r in requests})
+        step.relied_on += sum(
+            min(r.prefix_len, g.window) if g.window else r.prefix_len for g in forward.groups for r in requests
+        )
+        return self.budget.strides(forward.name, requests, step=step.number)
+
+    def end_forward(
+        self, forward: SingleForwardManager, batch: ForwardBatch | None, statuses: Sequence[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Take in what the forward launched; called by its `end`."""
+        if self._open is None:
+            raise RuntimeError("kv-canary: a step must be under way, got none")
+        if self.perturber is not None:
+            self.perturber.after(batch, step=self._number)
+        self._open.statuses += statuses
+        self._open.launches.update(forward.launches)
+        if not self._explicit:
+            self._end_step()
+
+    def abort_forward(self) -> None:
+        """Take in that a forward was given up; called by its `abort`."""
+        if self._open is not None:
+            self._open.broken = True
+            if not self._explicit:
+                self._end_step()
+
+    def begin_capture(self) -> None:
+        """Take in that launches follow which belong to no step; called by a forward's `capturing`."""
+        self.state.step.fill_(self._number)
+
+    def end_capture(self) -> None:
+        """Take in that they are over."""
+        self.accounts.launches_unknown()
 
     def flush(self) -> None:
         """Wait for everything that was launched, and report it now; for the end of a run, not for the hot path.
@@ -192,24 +279,25 @@ class CanaryManager:
         Raises:
             CanaryViolationError: in raise mode, if there was anything to report.
         """
-        self._handle(self._drain.poll(wait=True))
+        self.accounts.take(self._drain.poll(wait=True))
 
     def summary(self) -> CanarySummary:
         """Return what the canary has done, as of the last drained step."""
-        counters = self._drain.counters
-        return CanarySummary(
-            status=self._status(),
-            steps=self._step,
-            positions_verified=counters[Tag.HEAD_FULL][1] + counters[Tag.HEAD_SWA][1],
-            violations=self._violations,
-            reasons=dict(self._reasons),
-            launches={tag.name: counters[tag][0] for tag in Tag if counters[tag][0]},
-        )
+        return self.accounts.summary(steps=self._number, counters=self._drain.counters, stride=self.budget.stride)
 
-    def _status(self) -> str:
-        if not self._step:
-            return "disabled"
-        return "degraded" if self._statuses else "healthy"
+    def _begin_step(self) -> None:
+        self.accounts.take(self._drain.poll())
+        self._number += 1
+        self.state.step.fill_(self._number)
+        self._open = self.accounts.begin_step(self._number)
+
+    def _end_step(self) -> None:
+        step, self._open = self._open, None
+        if step is None:
+            return
+        if self.config.sweep_every and step.number % self.config.sweep_every == 0:
+            self.sweep()
+        self._drain.push(step.number, step.statuses, launches=None if step.broken else dict(step.launches))
 
     def _keeps_tokens(self) -> bool:
         if self.config.check_tokens is not None:
@@ -217,49 +305,3 @@ class CanaryManager:
         table = 4 * self.limits.max_rows * self.limits.max_len
         pool = sum(p.kv_bytes for p in self.pools)
         return table <= max(SMALL_TABLE_BYTES, self.config.token_table_share * pool)
-
-    def _handle(self, findings: StepFindings) -> None:
-        """Count, log and hand on what was drained; all counters are up to date before anything can raise."""
-        for index, bits in findings.statuses:
-            self._statuses[Status(bits)] += 1
-            names = " + ".join(b.name or str(b) for b in Status if b in Status(bits))
-            logger.warning("kv-canary: group %s: the plan of a step was incomplete: %s", self.groups[index].name, names)
-        if not findings.total:
-            return
-        self._violations += findings.total
-        for words in findings.rows:
-            self._reasons.update(r.name or str(r) for r in Reason if r in Reason(words[1]))
-        chosen = _most_telling(findings.rows, self.config.max_reports_per_step)
-        reports = [self._decoder.decode(words) for words in chosen]
-        self.reports.extend(reports)
-        for report in reports:
-            logger.error("kv-canary: %s", report.sentence)
-            self._call(report)
-        if findings.total > len(reports):
-            logger.error("kv-canary: %d more violations are not written out", findings.total - len(reports))
-        if self.config.mode == "raise":
-            raise CanaryViolationError(reports, findings.total)
-
-    def _call(self, report: ViolationReport) -> None:
-        if self._on_report is None:
-            return
-        try:
-            self._on_report(report)
-        except Exception:
-            logger.exception("kv-canary: on_report raised; the canary goes on")
-
-    def _name_of_row(self, step: int, row: int) -> str | None:
-        return next((names.get(row) for s, names in reversed(self._steps) if s == step), None)
-
-    def _name_of_owner(self, owner: int) -> str | None:
-        return None if self._rows is None else self._rows.name(owner)
-
-
-def _most_telling(rows: list[list[int]], count: int) -> list[list[int]]:
-    """Return up to `count` violation rows: first one of every kind (tag, reasons, row), then the rest, in order."""
-    first: dict[tuple[int, int, int], int] = {}
-    for index, words in enumerate(rows):
-        first.setdefault((words[0], words[1], words[3]), index)
-    leading = list(first.values())
-    rest = [i for i in range(len(rows)) if i not in set(leading)]
-    return [rows[i] for i in sorted([*leading, *rest][:count])]

@@ -47,6 +47,17 @@ class KvPool:
         self.k_source, self.v_source = k_source, v_source
         self.layer_names = layer_names
         self.records = torch.zeros(num_slots + extra_slots, RECORD_WORDS, dtype=torch.int64, device=device)
+        self.head_records: torch.Tensor | None = None
+
+    def keep_head_records(self) -> None:
+        """Keep records of HEAD's own, zeroed: those that are written before the model, without fingerprints."""
+        if self.head_records is None:
+            self.head_records = torch.zeros_like(self.records)
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """Every buffer of records, HEAD's first; what frees or moves a slot does so in all of them."""
+        return (self.records,) if self.head_records is None else (self.head_records, self.records)
 
     @property
     def kv_bytes(self) -> int:
@@ -65,6 +76,8 @@ class BufferGroup:
         window: 0 for full attention, else cached positions that a query may read (the model's sliding_window - 1).
         ring: whether new tokens overwrite the oldest of window + 1 slots.
         lut: full slot -> slot of this pool, int64 [N], where the tables hold full slots.
+        token_offset: how many tokens later than the position the token stands that a slot holds: 0, or 1 for the pool
+            of an EAGLE draft model.
     """
 
     name: str
@@ -72,12 +85,15 @@ class BufferGroup:
     window: int = 0
     ring: bool = False
     lut: torch.Tensor | None = None
+    token_offset: int = 0
 
     def __post_init__(self) -> None:
         if self.window < 0:
             raise ValueError(must_be("BufferGroup", "window", "at least 0", str(self.window)))
         if self.ring and not self.window:
             raise ValueError(must_be("BufferGroup", "window", "at least 1 for a ring", "0"))
+        if self.token_offset not in (0, 1):
+            raise ValueError(must_be("BufferGroup", "token_offset", "0 or 1", str(self.token_offset)))
 
     @property
     def head_tag(self) -> Tag:
@@ -87,9 +103,15 @@ class BufferGroup:
     def tail_tag(self) -> Tag:
         return Tag.TAIL_SWA if self.window else Tag.TAIL_FULL
 
+    @property
+    def sweep_tag(self) -> Tag:
+        return Tag.SWEEP_SWA if self.window else Tag.SWEEP_FULL
+
     def endpoint(self, tag: Tag, *, with_bytes: bool) -> Endpoint:
-        """Return the launch site `tag` of this group."""
+        """Return the launch site `tag` of this group; HEAD's own records, where there are any, have no bytes."""
         pool = self.pool
+        if tag == self.head_tag and pool.head_records is not None:
+            return Endpoint(tag=tag, records=pool.head_records)
         if not with_bytes:
             return Endpoint(tag=tag, records=pool.records)
         return Endpoint(tag=tag, records=pool.records, k_source=pool.k_source, v_source=pool.v_source)

@@ -9,15 +9,13 @@ from typing import Any
 from kv_canary.constants import (
     BAD_SLOT,
     MASK64,
-    MIX_ADD,
-    MIX_MUL_1,
-    MIX_MUL_2,
     OWNER_BITS,
     OWNER_MASK,
     STEP_MASK,
     Reason,
     Tag,
 )
+from kv_canary.hashing import mix
 from kv_canary.pools import BufferGroup
 from kv_canary.specs.structures import KvSource
 
@@ -223,15 +221,8 @@ def _zero_fingerprints(group: BufferGroup, reasons: Reason, record: StoredRecord
 
 def _zero_fingerprint(source: KvSource, position: int) -> int:
     _, start, end = source.coverage(position)
-    x = sum(_mix(_mix(j)) for j in range(-(-(end - start) // 8))) & MASK64
+    x = sum(mix(mix(j)) for j in range(-(-(end - start) // 8))) & MASK64
     return (x ^ (x >> 32)) & 0xFFFFFFFF
-
-
-def _mix(x: int) -> int:
-    z = (x + MIX_ADD) & MASK64
-    z = ((z ^ (z >> 30)) * MIX_MUL_1) & MASK64
-    z = ((z ^ (z >> 27)) * MIX_MUL_2) & MASK64
-    return z ^ (z >> 31)
 
 
 def _sentence(report: Mapping[str, Any], is_write: bool) -> str:

@@ -2,86 +2,190 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from kv_canary import ops
-from kv_canary.constants import ANCHOR, Tag
+from kv_canary.constants import ANCHOR, MASK64, Tag, to_signed
+from kv_canary.hashing import mix
+from kv_canary.host import send
 from kv_canary.specs.structures import ViolationLog
 
 if TYPE_CHECKING:
     from kv_canary.forward import ForwardRequest
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Stand:
+    """Where a row stands: its request, the identity that its chain starts from, and how many of its tokens are in."""
+
+    owner: int = 0
+    identity: int = 0
+    length: int = 0
+
+
+class _Progress:
+    """How far each row has come."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._rows = [_Stand()] * max_rows
+
+    def behind(self, requests: Iterable[ForwardRequest]) -> list[tuple[ForwardRequest, int]]:
+        """Return the requests whose rows are not at their prefixes, each with the length to go on from."""
+        found = []
+        for request in requests:
+            stand, wanted = self._rows[request.row], _stand(request)
+            if stand != wanted:
+                goes_on = (stand.owner, stand.identity) == (wanted.owner, wanted.identity)
+                found.append((request, stand.length if goes_on and stand.length <= wanted.length else 0))
+        return found
+
+    def advanced(self, requests: Iterable[tuple[ForwardRequest, int]]) -> None:
+        """Note that the rows of these requests are at their prefixes."""
+        for request, _ in requests:
+            self._rows[request.row] = _stand(request)
+
+
+def _stand(request: ForwardRequest) -> _Stand:
+    return _Stand(owner=request.owner, identity=request.identity, length=request.prefix_len)
+
+
+class Tails:
+    """The chain of each row's prefix, computed from the requests' own tokens.
+
+    Args:
+        max_rows: rows, row 0 (padding) included.
+        offset: how many tokens later than its position the token of a slot stands.
+        device: where the chains live.
+    """
+
+    def __init__(self, *, max_rows: int, offset: int, device: torch.device) -> None:
+        self.offset = offset
+        self.chains = torch.full((max_rows,), ANCHOR, dtype=torch.int64, device=device)
+        # What forwards inside a step advance, over tokens that may yet be rejected.
+        self.scratch = self.chains.clone()
+        self.progress = _Progress(max_rows)
+
+
 class CanaryDeviceState:
-    """The violation log, the counters, the step number, and each row's tail and tokens.
+    """The violation log, the counters, the step number, and each row's identity, tail and tokens.
 
     Args:
         max_rows: rows, row 0 (padding) included.
         ring_capacity: rows of the violation ring.
         keep_tokens: keep every request's tokens, for TOKEN.
+        max_len: tokens of one request that the token table has room for at once; longer ones make it grow.
+        offsets: token offsets of the groups.
         device: where all of it lives.
     """
 
-    def __init__(self, *, max_rows: int, ring_capacity: int, keep_tokens: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        ring_capacity: int,
+        keep_tokens: bool,
+        max_len: int = 1,
+        offsets: Iterable[int] = (0,),
+        device: torch.device,
+    ) -> None:
         self.device = device
         self.violations = ViolationLog.allocate(ring_cap=ring_capacity, device=device)
         self.counters = torch.zeros(len(Tag), 2, dtype=torch.int64, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
-        self.tails = torch.full((max_rows,), ANCHOR, dtype=torch.int64, device=device)
-        self.token_pool = torch.zeros(max_rows, 1, dtype=torch.int32, device=device) if keep_tokens else None
+        self.anchors = torch.full((max_rows,), ANCHOR, dtype=torch.int64, device=device)
+        self.tails = {o: Tails(max_rows=max_rows, offset=o, device=device) for o in sorted(set(offsets))}
+        self.token_pool = torch.zeros(max_rows, max_len, dtype=torch.int32, device=device) if keep_tokens else None
+        self._tokens = _Progress(max_rows)
+        self._anchored = [0] * max_rows
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
-        # Of each row: whose it is, and how many of that request's tokens the tail has advanced over.
-        self._tail_owner = [0] * max_rows
-        self._tail_len = [0] * max_rows
 
-    def advance_tails(self, requests: Sequence[ForwardRequest], *, backend: str | None) -> None:
-        """Bring the tail, and the tokens, of every request's row up to its prefix, from the request's own tokens.
+    @property
+    def lookahead(self) -> int:
+        """Tokens past a request's prefix that some group's slots hold."""
+        return max(self.tails)
+
+    def advance(self, requests: Sequence[ForwardRequest], *, backend: str | None) -> None:
+        """Bring anchors, tails and tokens of every request's row up to its prefix, from the request's own tokens.
 
         A row that changed hands, or whose prefix shrank, restarts from 0.
+
+        Raises:
+            ValueError: a request gives fewer tokens than it was asked for; then no row has changed.
         """
-        rows: list[int] = []
-        starts: list[int] = []
-        lengths: list[int] = []
-        owners: list[int] = []
-        flat: list[int] = []
-        for r in requests:
-            start = self._tail_len[r.row]
-            if self._tail_owner[r.row] != r.owner or r.prefix_len < start:
-                start = 0
-            elif start == r.prefix_len:
-                continue
-            tokens = r.tokens(start, r.prefix_len)
-            if len(tokens) != r.prefix_len - start:
-                raise ValueError(
-                    f"kv-canary: request {r.request_id}: tokens({start}, {r.prefix_len}) must be "
-                    f"{r.prefix_len - start} tokens, got {len(tokens)}"
-                )
-            rows.append(r.row)
-            owners.append(r.owner)
-            starts.append(start)
-            lengths.append(len(tokens))
-            flat.extend(tokens)
-        if not rows:
-            return
-        offsets = [0]
-        for n in lengths:
-            offsets.append(offsets[-1] + n)
-        segments = {
-            name: torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
-            for name, values in (("flat", flat), ("offsets", offsets), ("rows", rows), ("starts", starts))
-        }
-        ops.chain_tails(**segments, tails=self.tails, status=self._status, backend=backend)
-        if self.token_pool is not None:
-            longest = max(start + n for start, n in zip(starts, lengths, strict=True))
+        work = [(tails, tails.progress.behind(requests)) for tails in self.tails.values()]
+        segments = [(tails, behind, _segments(behind, tails.offset, 0)) for tails, behind in work if behind]
+        missing = self._tokens.behind(requests) if self.token_pool is not None else []
+        tokens = _segments(missing, 0, self.lookahead) if missing else None
+        # Only now, so that a history that could not be had leaves every row as it was.
+        self._anchor(requests)
+        for tails, behind, lists in segments:
+            flat, offsets, rows, starts = send(self.device, *lists)
+            ops.chain_tails(
+                flat=flat,
+                offsets=offsets,
+                rows=rows,
+                starts=starts,
+                anchors=self.anchors,
+                tails=tails.chains,
+                status=self._status,
+                backend=backend,
+            )
+            tails.progress.advanced(behind)
+        if tokens is not None and self.token_pool is not None:
+            flat, offsets, rows, starts = send(self.device, *tokens)
+            longest = max(r.prefix_len for r, _ in missing) + self.lookahead
             if longest > self.token_pool.shape[1]:
                 self.token_pool = widen(self.token_pool, longest)
-            ops.scatter_token_ids(**segments, pool=self.token_pool, status=self._status, backend=backend)
-        # Only now, so that a history that could not be had leaves every row as it was.
-        for row, owner, start, n in zip(rows, owners, starts, lengths, strict=True):
-            self._tail_owner[row], self._tail_len[row] = owner, start + n
+            ops.scatter_token_ids(
+                flat=flat,
+                offsets=offsets,
+                rows=rows,
+                starts=starts,
+                pool=self.token_pool,
+                status=self._status,
+                backend=backend,
+            )
+            self._tokens.advanced(missing)
+
+    def _anchor(self, requests: Sequence[ForwardRequest]) -> None:
+        """Let each request's chain start from its identity."""
+        changed = [r for r in requests if self._anchored[r.row] != r.identity]
+        if not changed:
+            return
+        rows, anchors = send(self.device, [r.row for r in changed], [anchor_of(r.identity) for r in changed])
+        self.anchors[rows] = anchors
+        for r in changed:
+            self._anchored[r.row] = r.identity
+
+
+def anchor_of(identity: int) -> int:
+    """Return the chain that the first token of a request with this identity word follows; 0 is none."""
+    return to_signed(ANCHOR ^ mix(identity & MASK64)) if identity else ANCHOR
+
+
+def _segments(behind: Sequence[tuple[ForwardRequest, int]], offset: int, more: int) -> tuple[list[int], ...]:
+    """Return flat tokens, offsets, rows and starts of what is missing up to each prefix, and `more` tokens of it."""
+    parts = []
+    for request, start in behind:
+        first, last = start + offset, request.prefix_len + offset + more
+        tokens = request.tokens(first, last)
+        if len(tokens) != last - first:
+            raise ValueError(
+                f"kv-canary: request {request.request_id}: tokens({first}, {last}) must be "
+                f"{last - first} tokens, got {len(tokens)}"
+            )
+        parts.append(tokens)
+    return (
+        list(itertools.chain.from_iterable(parts)),
+        [0, *itertools.accumulate(map(len, parts))],
+        [request.row for request, _ in behind],
+        [start for _, start in behind],
+    )
 
 
 def widen(table: torch.Tensor, length: int) -> torch.Tensor:

@@ -63,6 +63,15 @@ class PrefixCache:
         """Return the page of every node."""
         return [n.page for n in self._nodes()]
 
+    def walk(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (page, its place in its prefix, the page before it or -1) of every node."""
+        waiting = [(root, -1) for root in self._roots.values()]
+        while waiting:
+            node, place = waiting.pop()
+            waiting += [(child, place + 1) for child in node.children.values()]
+            if node.parent is not None:
+                yield node.page, place, node.parent.page
+
     def _walk(self, identity: int, tokens: Sequence[int]) -> Iterator[Node]:
         node = self._roots.get(identity)
         for at in range(0, len(tokens) - self.page_size + 1, self.page_size):

@@ -17,12 +17,14 @@ import torch
 import transformers
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
+from kv_canary.accounts import CanarySummary
+from kv_canary.capacities import CanaryLimits
 from kv_canary.config import CanaryConfig
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.transformers_layouts import Events, Layout, layout_class
 from kv_canary.errors import must_be
 from kv_canary.forward import ForwardBatch, ForwardRequest
-from kv_canary.manager import CanaryLimits, CanaryManager, CanarySummary
+from kv_canary.manager import CanaryManager
 from kv_canary.pools import KvPool
 from kv_canary.reports import CanaryViolationError, ViolationReport
 from kv_canary.rows import RowTable

@@ -136,7 +136,7 @@ def test_raise_mode_raises_at_flush_and_only_once() -> None:
 
 def test_raise_mode_raises_where_no_details_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = full_engine(mode="raise")
-    monkeypatch.setattr(engine.manager._drain, "poll", lambda **_: kc.manager.StepFindings(total=2))
+    monkeypatch.setattr(engine.manager._drain, "poll", lambda **_: kc.drain.Findings(total=2))
     with pytest.raises(kc.CanaryViolationError, match=r"2 violations: .*did not fit the ring"):
         engine.manager.flush()
 
@@ -160,7 +160,7 @@ def test_an_on_report_that_raises_is_logged_and_goes_no_further(caplog: pytest.L
     engine.manager.flush()
     # Both were handed on, once each, though the first call already raised.
     assert calls == [1, 4]
-    assert caplog.text.count("on_report raised; the canary goes on") == 2
+    assert caplog.text.count("raised; the canary goes on") == 2
     assert "the disk is full" in caplog.text
     assert engine.manager.summary().violations == len(engine.manager.reports) == 2
 
@@ -185,7 +185,7 @@ def test_an_incomplete_plan_degrades_the_status_for_good(caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING, "kv_canary"):
         engine.run(batch)
         engine.manager.flush()
-    assert "group full: the plan of a step was incomplete" in caplog.text
+    assert "group full: the plan of step 2 was incomplete" in caplog.text
     engine.tables["full"] = whole
     a.cached += 1
     engine.step((a, 1))
@@ -214,10 +214,13 @@ def test_the_summary_is_ready_for_json() -> None:
     assert engine.manager.summary().as_dict() == {
         "status": "healthy",
         "steps": 2,
+        "positions_relied_on": 6,
         "positions_verified": 6,
         "violations": 1,
+        "discarded": 0,
         "reasons": {"K": 1},
         "launches": {"HEAD_FULL": 2, "TAIL_FULL": 4},
+        "stride": 1,
     }
     assert reports[0].as_dict()["reasons"] == ("K",)
     assert reports[0].as_dict()["record"]["position"] == 1

@@ -135,7 +135,7 @@ def test_a_batch_that_contradicts_itself_changes_nothing(
     batch = engine.batch((a, 4))
     engine.manager.flush()
     state = engine.manager.state
-    tensors = [engine.groups[0].pool.records, state.tails, state.step, state.counters, state.violations.count]
+    tensors = [engine.groups[0].pool.records, state.tails[0].chains, state.step, state.counters, state.violations.count]
     before, steps = [t.clone() for t in tensors], engine.manager.step
     with pytest.raises((ValueError, TypeError), match=complaint):
         engine.forward.begin(dataclasses.replace(batch, **spoil(batch)))

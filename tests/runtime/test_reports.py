@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -130,8 +132,9 @@ def test_another_token_at_the_right_position_is_called_an_old_branch(engine: Eng
 def test_an_old_branch_of_the_same_owner_is_called_that(engine: Engine) -> None:
     a = engine.requests["a"]
     a.tokens[3] += 1
-    engine.manager.state._tail_len[a.row] = 0
-    engine.manager.state._tail_owner[a.row] = 0
+    state = engine.manager.state
+    for progress in (state.tails[0].progress, state._tokens):
+        progress._rows[a.row] = dataclasses.replace(progress._rows[a.row], length=0)
     report = run_and_report(engine)
     assert report.reasons == ("TOKEN",)
     assert "an old branch of the text, or a wrong prefix" in report.cause
@@ -240,7 +243,7 @@ def test_a_step_long_past_is_reported_by_its_row() -> None:
     a = engine.add("a", 100)
     engine.step((a, 4))
     words = row(reasons=int(kc.Reason.UNMAPPED), row=a.row, step=1)
-    assert engine.manager._decoder.decode(words).request_id == "a"
+    assert engine.manager.accounts._decoder.decode(words).request_id == "a"
     for _ in range(64):
         engine.step((a, 1))
-    assert engine.manager._decoder.decode(words).request_id is None
+    assert engine.manager.accounts._decoder.decode(words).request_id is None

@@ -29,7 +29,7 @@ def chain(tokens: list[int]) -> int:
 
 
 def tail(engine: Engine, request: Request) -> int:
-    return int(engine.manager.state.tails[request.row]) & MASK64
+    return int(engine.manager.state.tails[0].chains[request.row]) & MASK64
 
 
 def share(engine: Engine, source: Request, request: Request, count: int) -> None:

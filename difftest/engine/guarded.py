@@ -1,0 +1,168 @@
+"""The engine with the canary installed: its forwards go through a `CanaryManager`, as a real engine's would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from kv_canary.capacities import CanaryLimits
+from kv_canary.config import CanaryConfig
+from kv_canary.constants import HEAD_OF_CHAIN, UNCHECKED
+from kv_canary.difftest.engine.actions import Action, perform
+from kv_canary.difftest.engine.batch import Request
+from kv_canary.difftest.engine.calls import Call
+from kv_canary.difftest.engine.config import EngineConfig
+from kv_canary.difftest.engine.engine import Engine
+from kv_canary.difftest.engine.groups import Group, LutGroup
+from kv_canary.difftest.engine.kv_bytes import copy_slots, fill_slots
+from kv_canary.forward import ForwardBatch, ForwardRequest
+from kv_canary.manager import CanaryManager
+from kv_canary.perturb import PerturbConfig
+from kv_canary.pools import BufferGroup, KvPool
+from kv_canary.reports import ViolationReport
+from kv_canary.sweep import CachedSlots
+
+OnReport = Callable[[ViolationReport], None]
+
+
+class GuardedEngine(Engine):
+    """An engine on the CPU whose forwards, frees and copies a canary follows.
+
+    Args:
+        config: the engine's; what it says of the canary's own set-up (capacities, strides, ...) plays no part.
+        canary: the canary's.
+        on_report: called with every report.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        canary: CanaryConfig,
+        on_report: OnReport | None = None,
+        perturb: PerturbConfig | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.pools = {
+            group.name: KvPool(
+                name=group.name,
+                num_slots=group.config.num_slots,
+                k_source=group.config.k_source,
+                v_source=group.config.v_source,
+                device="cpu",
+            )
+            for group in self.groups
+        }
+        self.manager = CanaryManager(
+            [
+                BufferGroup(
+                    name=group.name,
+                    pool=self.pools[group.name],
+                    window=group.config.window,
+                    ring=group.config.kind == "ring",
+                    lut=group.lut,
+                    token_offset=config.token_offset,
+                )
+                for group in self.groups
+            ],
+            limits=CanaryLimits(
+                max_rows=config.max_rows,
+                max_requests=config.max_rows,
+                max_tokens=config.max_rows * config.max_len,
+                max_len=config.max_len,
+            ),
+            config=canary,
+            on_report=on_report,
+            perturb=perturb,
+            cached=self.cached_slots,
+        )
+        # Called once a forward has been prepared and before it runs, and once it has run: for faults.
+        self.before_forward: Callable[[ForwardBatch], None] | None = None
+        self.after_forward: Callable[[ForwardBatch], None] | None = None
+
+    def run(self, action: Action) -> None:
+        """Let `action` happen."""
+        for call in perform(self, action):
+            raise RuntimeError(f"kv-canary: difftest engine: a guarded engine must make no calls, got {call.op}")
+
+    def retire(self, group: Group, slots: Sequence[int], *, owner: int) -> Iterator[Call]:
+        if slots:
+            self.manager.retire(self.pools[group.name], torch.tensor(slots), owner=owner)
+        yield from ()
+
+    def move(self, group: Group, src: Sequence[int], dst: Sequence[int], *, owner: int) -> Iterator[Call]:
+        if src and len(set(dst)) == len(dst):
+            for source in group.sources:
+                copy_slots(source, src, dst)
+            self.manager.move(self.pools[group.name], torch.tensor(src), torch.tensor(dst), owner=owner)
+        yield from ()
+
+    def flush(self) -> None:
+        super().flush()
+        self.manager.clear()
+
+    def _step_calls(self, extends: Mapping[Request, int], *, padding: int) -> Iterator[Call]:
+        batch = self.forward_batch(extends)
+        if self.before_forward is not None:
+            self.before_forward(batch)
+        with self.manager.forward().around(batch):
+            for group in self.groups:
+                for source in group.sources:
+                    fill_slots(source, batch.out_slots[group.name].tolist(), self.rng)
+        if self.after_forward is not None:
+            self.after_forward(batch)
+        yield from ()
+
+    def cached_slots(self) -> list[CachedSlots]:
+        """Return what the prefix cache holds, group by group: in windowed groups, what is resident."""
+        found = []
+        for group in self.groups:
+            entries: list[tuple[int, int, int]] = []
+            for page, place, before in self.cache.walk():
+                slots = self._resident(group, page)
+                # The chain of a first token may start from an identity.
+                start = UNCHECKED if self.anchors is not None else HEAD_OF_CHAIN
+                last = self._resident(group, before)[-1:] or [UNCHECKED]
+                previous = [start if place == 0 else last[0], *slots]
+                first = place * self.config.page_size
+                entries += zip(slots, range(first, first + len(slots)), previous, strict=False)
+            if entries:
+                slots_, positions, previous_ = (torch.tensor(column) for column in zip(*entries, strict=True))
+                found.append(CachedSlots(group=group.name, slots=slots_, positions=positions, previous=previous_))
+        return found
+
+    @staticmethod
+    def _resident(group: Group, page: int) -> list[int]:
+        """Return the slots of a page in a group; none where it is not there."""
+        if page < 0 or (isinstance(group, LutGroup) and page not in group.resident):
+            return []
+        return group.page_slots([page])
+
+    def forward_batch(self, extends: Mapping[Request, int]) -> ForwardBatch:
+        """Return the forward that extends requests by so many tokens."""
+        batch = self.batch(extends, padding=0)
+        return ForwardBatch(
+            requests=[
+                ForwardRequest(
+                    request_id=f"request {request.serial}",
+                    row=request.row,
+                    owner=request.owner,
+                    prefix_len=request.cached,
+                    extend_len=extend,
+                    tokens=_history(request),
+                    identity=request.identity,
+                )
+                for request, extend in extends.items()
+            ],
+            input_ids=batch.input_ids,
+            positions=batch.positions,
+            out_slots=batch.out_slots,
+            tables={group.name: group.table for group in self.groups},
+            expected_input_ids=batch.expected_input_ids,
+        )
+
+
+def _history(request: Request) -> Callable[[int, int], list[int]]:
+    """Return a function that gives the request's own tokens; it follows them as they grow."""
+    return lambda start, end: request.tokens[start:end]

@@ -1,0 +1,244 @@
+"""What the canary has found so far, whom it has told, and what can be said of its own health."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from kv_canary.config import CanaryConfig
+from kv_canary.constants import Reason, Status, Tag
+from kv_canary.drain import Findings, StepWords
+from kv_canary.forward import ForwardRequest
+from kv_canary.observers import Observer, StepFacts
+from kv_canary.pools import BufferGroup
+from kv_canary.reports import CanaryViolationError, Decoder, ViolationReport
+from kv_canary.rows import RowTable
+
+logger = logging.getLogger("kv_canary")
+
+# Steps that are remembered, so that a report can name the request.
+REMEMBERED_STEPS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanarySummary:
+    """What the canary has done so far, as of the last drained step.
+
+    Args:
+        status: "disabled": no step yet; "stale": launches are missing, so that the canary sees less than it seems to;
+            "degraded": some step was verified in part; else "healthy".
+        steps: steps begun.
+        positions_relied_on: cached positions that forwards were about to read.
+        positions_verified: those of them that were checked before.
+        violations: found and reported, or counted where there were too many to report.
+        discarded: found in rows whose result the engine threw away.
+        reasons: violations by reason.
+        launches: launches by tag.
+        stride: how many steps a cached position waits for its turn at most.
+    """
+
+    status: str
+    steps: int = 0
+    positions_relied_on: int = 0
+    positions_verified: int = 0
+    violations: int = 0
+    discarded: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    launches: dict[str, int] = field(default_factory=dict)
+    stride: int = 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the summary as JSON-ready values."""
+        return asdict(self)
+
+
+@dataclass(kw_only=True)
+class StepRecord:
+    """A step, under way or remembered.
+
+    Args:
+        number: its number.
+        requests: by row.
+        statuses: status words of its plans, with the names of their groups.
+        launches: how many its forwards make, by tag.
+        relied_on: cached positions that its forwards are about to read.
+        broken: whether one of them was given up, so that its launches are not known.
+        inner: offsets of the tails whose scratch follows the inner forwards.
+    """
+
+    number: int
+    requests: dict[int, ForwardRequest] = field(default_factory=dict)
+    statuses: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    launches: Counter[int] = field(default_factory=Counter)
+    relied_on: int = 0
+    broken: bool = False
+    inner: set[int] = field(default_factory=set)
+
+
+class Accounts:
+    """Takes in what is drained: counts it, decodes it, and tells the log, the caller and the observers.
+
+    Args:
+        groups: the buffer groups.
+        config: how to react.
+        rows: where owners come from, for their names; None if the engine has its own.
+        on_report: called with every report that is written out; what it raises is logged and goes no further.
+        observers: told of every step and report; what they raise is logged and goes no further.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[BufferGroup],
+        *,
+        config: CanaryConfig,
+        rows: RowTable | None,
+        on_report: Callable[[ViolationReport], None] | None,
+        observers: Sequence[Observer],
+    ) -> None:
+        self.reports: deque[ViolationReport] = deque(maxlen=1024)
+        self.observers = list(observers)
+        self._config, self._rows, self._on_report = config, rows, on_report
+        self._steps: deque[StepRecord] = deque(maxlen=REMEMBERED_STEPS)
+        self._decoder = Decoder(groups, name_of_row=self._name_of_row, name_of_owner=self._name_of_owner)
+        # Counters as of the last drained step; None where the launches since then are not known.
+        self._before: list[list[int]] | None = [[0, 0] for _ in Tag]
+        self._relied_on = self._verified = self._violations = self._discarded = 0
+        self._reasons: Counter[str] = Counter()
+        self._statuses: Counter[Status] = Counter()
+        self._missing: dict[str, int] = {}
+
+    def begin_step(self, number: int) -> StepRecord:
+        """Return the record of a new step."""
+        self._steps.append(StepRecord(number=number))
+        return self._steps[-1]
+
+    def launches_unknown(self) -> None:
+        """Take in that launches were made that no step accounts for."""
+        self._before = None
+
+    def take(self, findings: Findings) -> None:
+        """Count, log and hand on what was drained; all counters are up to date before anything can raise.
+
+        Raises:
+            CanaryViolationError: in raise mode, if there is anything to report.
+        """
+        for step in findings.steps:
+            self._take_step(step)
+        rows = [words for words in findings.rows if not self._was_discarded(words)]
+        discarded = len(findings.rows) - len(rows)
+        self._discarded += discarded
+        total = findings.total - discarded
+        if not total:
+            return
+        self._violations += total
+        for words in rows:
+            self._reasons.update(r.name or str(r) for r in Reason if r in Reason(words[1]))
+        reports = [self._decoder.decode(words) for words in _most_telling(rows, self._config.max_reports_per_step)]
+        self.reports.extend(reports)
+        for report in reports:
+            logger.error("kv-canary: %s", report.sentence)
+            self._tell(report)
+        if total > len(reports):
+            logger.error("kv-canary: %d more violations are not written out", total - len(reports))
+        if self._config.mode == "raise":
+            raise CanaryViolationError(reports, total)
+
+    def summary(self, *, steps: int, counters: Sequence[Sequence[int]], stride: int) -> CanarySummary:
+        """Return all of it in numbers.
+
+        Args:
+            steps: how many were begun.
+            counters: [launches, entries] by tag.
+            stride: how many steps a cached position waits for its turn at most.
+        """
+        status = "stale" if self._missing else "degraded" if self._statuses else "healthy"
+        return CanarySummary(
+            status=status if steps else "disabled",
+            steps=steps,
+            positions_relied_on=self._relied_on,
+            positions_verified=self._verified,
+            violations=self._violations,
+            discarded=self._discarded,
+            reasons=dict(self._reasons),
+            launches={tag.name: counters[tag][0] for tag in Tag if counters[tag][0]},
+            stride=stride,
+        )
+
+    def _take_step(self, words: StepWords) -> None:
+        for group, bits in words.statuses:
+            self._statuses[Status(bits)] += 1
+            names = " + ".join(b.name or str(b) for b in Status if b in Status(bits))
+            logger.warning("kv-canary: group %s: the plan of step %d was incomplete: %s", group, words.step, names)
+        record = next((s for s in reversed(self._steps) if s.number == words.step), None)
+        relied_on = 0 if record is None else record.relied_on
+        before, self._before = self._before, words.counters if words.launches is not None else None
+        if before is not None and words.launches is not None:
+            self._check_launches(words, before, words.launches)
+        total = words.counters[Tag.HEAD_FULL][1] + words.counters[Tag.HEAD_SWA][1]
+        verified, self._verified = total - self._verified, total
+        self._relied_on += relied_on
+        facts = StepFacts(
+            step=words.step,
+            requests=0 if record is None else len(record.requests),
+            relied_on=relied_on,
+            verified=verified,
+            counters=tuple(tuple(pair) for pair in words.counters),
+            statuses=tuple(words.statuses),
+            missing=dict(self._missing),
+        )
+        for observer in self.observers:
+            _guarded(observer.on_step, facts)
+
+    def _check_launches(self, words: StepWords, before: list[list[int]], wanted: dict[int, int]) -> None:
+        made = {tag: words.counters[tag][0] - before[tag][0] for tag in wanted}
+        self._missing = {Tag(tag).name: n - made[tag] for tag, n in wanted.items() if made[tag] < n}
+        if self._missing:
+            logger.error(
+                "kv-canary: step %d: launches are missing (%s): the canary does not run where it should",
+                words.step,
+                ", ".join(f"{n} of {tag}" for tag, n in self._missing.items()),
+            )
+
+    def _tell(self, report: ViolationReport) -> None:
+        if self._on_report is not None:
+            _guarded(self._on_report, report)
+        for observer in self.observers:
+            _guarded(observer.on_report, report)
+
+    def _was_discarded(self, words: Sequence[int]) -> bool:
+        request = self._request(words[12], words[3])
+        return request is not None and request.discarded is not None and request.discarded()
+
+    def _request(self, step: int, row: int) -> ForwardRequest | None:
+        return next((s.requests.get(row) for s in reversed(self._steps) if s.number == step), None)
+
+    def _name_of_row(self, step: int, row: int) -> str | None:
+        request = self._request(step, row)
+        return None if request is None else request.request_id
+
+    def _name_of_owner(self, owner: int) -> str | None:
+        return None if self._rows is None else self._rows.name(owner)
+
+
+def _guarded(callback: Callable[[Any], None], news: object) -> None:
+    """Call; what it raises is logged and goes no further."""
+    try:
+        callback(news)
+    except Exception:
+        name = getattr(callback, "__qualname__", type(callback).__name__)
+        logger.exception("kv-canary: %s raised; the canary goes on", name)
+
+
+def _most_telling(rows: Sequence[list[int]], count: int) -> list[list[int]]:
+    """Return up to `count` violation rows: first one of every kind (tag, reasons, row), then the rest, in order."""
+    first: dict[tuple[int, int, int], int] = {}
+    for index, words in enumerate(rows):
+        first.setdefault((words[0], words[1], words[3]), index)
+    leading = list(first.values())
+    rest = [i for i in range(len(rows)) if i not in set(leading)]
+    return [rows[i] for i in sorted([*leading, *rest][:count])]

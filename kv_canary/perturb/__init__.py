@@ -1,0 +1,17 @@
+"""Fault injection: damage done on purpose, to see that the canary of a running engine finds it."""
+
+from __future__ import annotations
+
+from kv_canary.perturb.config import MODES, PerturbConfig
+from kv_canary.perturb.perturber import Injection, Perturber
+from kv_canary.perturb.slots import ActiveSlot, collect_active_slots, pick_out_cache_loc_slot
+
+__all__ = [
+    "MODES",
+    "ActiveSlot",
+    "Injection",
+    "PerturbConfig",
+    "Perturber",
+    "collect_active_slots",
+    "pick_out_cache_loc_slot",
+]

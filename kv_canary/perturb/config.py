@@ -1,0 +1,67 @@
+"""What to damage, and when."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
+
+from kv_canary.config import ENVIRONMENT, read_settings
+from kv_canary.errors import must_be
+
+Mode = Literal["req_to_token", "real_kv_used", "real_kv_unused_cache", "real_kv_post_forward", "next_token_swap"]
+MODES: tuple[str, ...] = get_args(Mode)
+
+PREFIX = f"{ENVIRONMENT}PERTURB_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerturbConfig:
+    """A fault to inject. Each field can also come from the environment: `KV_CANARY_PERTURB_<FIELD>`.
+
+    Args:
+        mode: "req_to_token" swaps two entries of a request's table, for one forward; "real_kv_used" flips a bit of K or
+            V in a slot that a request is about to read; "real_kv_unused_cache" in one that the prefix cache holds and
+            no request uses; "real_kv_post_forward" in one that was just written, behind TAIL; "next_token_swap" gives
+            two requests each other's next token.
+        group: name of the group to damage; "" for any.
+        warm_up: steps before the first injection.
+        every: steps between two injections.
+        count: how many injections; 0: no end.
+        covered_only: flip bits in bytes that are fingerprinted only.
+        seed: of what is chosen.
+    """
+
+    mode: Mode
+    group: str = ""
+    warm_up: int = 10
+    every: int = 1
+    count: int = 1
+    covered_only: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(must_be("PerturbConfig", "mode", f"one of {', '.join(MODES)}", repr(self.mode)))
+        for name, low in (("warm_up", 0), ("every", 1), ("count", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(must_be("PerturbConfig", name, "an int", repr(value)))
+            if value < low:
+                raise ValueError(must_be("PerturbConfig", name, f"at least {low}", str(value)))
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ, **settings: Any) -> Self | None:
+        """Return what the environment asks for, or None where it names no mode.
+
+        Raises:
+            ValueError: a variable names no setting, or its text is none of the setting's values; or there are
+                settings and no mode.
+        """
+        settings = read_settings(cls, PREFIX, environ, settings)
+        if not settings:
+            return None
+        if "mode" not in settings:
+            raise ValueError(f"kv-canary: environment: {PREFIX}MODE must be given with {', '.join(sorted(settings))}")
+        return cls(**settings)
