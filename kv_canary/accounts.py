@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import Reason, Status, Tag
 from kv_canary.drain import Findings, StepWords
-from kv_canary.forward import ForwardRequest
+from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager
 from kv_canary.observers import Observer, StepFacts
 from kv_canary.pools import BufferGroup
 from kv_canary.reports import CanaryViolationError, Decoder, ViolationReport
@@ -69,6 +69,7 @@ class StepRecord:
         relied_on: cached positions that its forwards are about to read.
         broken: whether one of them was given up, so that its launches are not known.
         inner: offsets of the tails whose scratch follows the inner forwards.
+        tables: of its forwards, by group; the engine's own, which change as it goes on.
     """
 
     number: int
@@ -78,6 +79,7 @@ class StepRecord:
     relied_on: int = 0
     broken: bool = False
     inner: set[int] = field(default_factory=set)
+    tables: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Accounts:
@@ -116,6 +118,11 @@ class Accounts:
         """Return the record of a new step."""
         self._steps.append(StepRecord(number=number))
         return self._steps[-1]
+
+    def see_forward(self, forward: SingleForwardManager, batch: ForwardBatch) -> None:
+        """Show a forward that is over to the observers."""
+        for observer in self.observers:
+            _guarded(observer.on_forward, forward, batch)
 
     def launches_unknown(self) -> None:
         """Take in that launches were made that no step accounts for."""
@@ -170,15 +177,13 @@ class Accounts:
         )
 
     def _take_step(self, words: StepWords) -> None:
-        for group, bits in words.statuses:
+        for _, bits in words.statuses:
             self._statuses[Status(bits)] += 1
-            names = " + ".join(b.name or str(b) for b in Status if b in Status(bits))
-            logger.warning("kv-canary: group %s: the plan of step %d was incomplete: %s", group, words.step, names)
         record = next((s for s in reversed(self._steps) if s.number == words.step), None)
         relied_on = 0 if record is None else record.relied_on
         before, self._before = self._before, words.counters if words.launches is not None else None
         if before is not None and words.launches is not None:
-            self._check_launches(words, before, words.launches)
+            self._missing = _missing(words, before, words.launches)
         total = words.counters[Tag.HEAD_FULL][1] + words.counters[Tag.HEAD_SWA][1]
         verified, self._verified = total - self._verified, total
         self._relied_on += relied_on
@@ -193,16 +198,6 @@ class Accounts:
         )
         for observer in self.observers:
             _guarded(observer.on_step, facts)
-
-    def _check_launches(self, words: StepWords, before: list[list[int]], wanted: dict[int, int]) -> None:
-        made = {tag: words.counters[tag][0] - before[tag][0] for tag in wanted}
-        self._missing = {Tag(tag).name: n - made[tag] for tag, n in wanted.items() if made[tag] < n}
-        if self._missing:
-            logger.error(
-                "kv-canary: step %d: launches are missing (%s): the canary does not run where it should",
-                words.step,
-                ", ".join(f"{n} of {tag}" for tag, n in self._missing.items()),
-            )
 
     def _tell(self, report: ViolationReport) -> None:
         if self._on_report is not None:
@@ -225,10 +220,16 @@ class Accounts:
         return None if self._rows is None else self._rows.name(owner)
 
 
-def _guarded(callback: Callable[[Any], None], news: object) -> None:
+def _missing(words: StepWords, before: Sequence[Sequence[int]], wanted: Mapping[int, int]) -> dict[str, int]:
+    """Return how many of the launches that a step was to make are missing, by the name of the tag."""
+    made = {tag: words.counters[tag][0] - before[tag][0] for tag in wanted}
+    return {Tag(tag).name: n - made[tag] for tag, n in wanted.items() if made[tag] < n}
+
+
+def _guarded(callback: Callable[..., None], *news: object) -> None:
     """Call; what it raises is logged and goes no further."""
     try:
-        callback(news)
+        callback(*news)
     except Exception:
         name = getattr(callback, "__qualname__", type(callback).__name__)
         logger.exception("kv-canary: %s raised; the canary goes on", name)

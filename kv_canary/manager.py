@@ -253,6 +253,9 @@ class CanaryManager:
             raise RuntimeError("kv-canary: a step must be under way, got none")
         if self.perturber is not None:
             self.perturber.after(batch, step=self._number)
+        if batch is not None:
+            self._open.tables.update(batch.tables)
+            self.accounts.see_forward(forward, batch)
         self._open.statuses += statuses
         self._open.launches.update(forward.launches)
         if not self._explicit:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kv_canary.forward import ForwardBatch, SingleForwardManager
     from kv_canary.reports import ViolationReport
 
 
@@ -35,6 +36,9 @@ class StepFacts:
 
 class Observer:
     """Does nothing; subclasses do. What they raise is logged, and the canary goes on."""
+
+    def on_forward(self, forward: SingleForwardManager, batch: ForwardBatch) -> None:
+        """Called behind every forward, on its stream and outside any graph; must not wait for the device."""
 
     def on_step(self, facts: StepFacts) -> None:
         """Called once for every step, when its words have arrived: one step late, or more."""
