@@ -11,12 +11,15 @@ from typing import Any
 import torch
 
 from kv_canary.config import CanaryConfig
-from kv_canary.constants import Reason, Status, Tag
+from kv_canary.constants import OWNER_MASK, Reason, Status, Tag
 from kv_canary.drain import Findings, StepWords
 from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager
 from kv_canary.observers import Observer, StepFacts
 from kv_canary.pools import BufferGroup
-from kv_canary.reports import CanaryViolationError, Decoder, ViolationReport
+from kv_canary.ranks import RankReport
+from kv_canary.reports import CanaryViolationError, Decoder, Incident, ViolationReport
+from kv_canary.reports.decode import reason_names
+from kv_canary.reports.desk import IncidentDesk
 from kv_canary.rows import RowTable
 
 logger = logging.getLogger("kv_canary")
@@ -31,12 +34,14 @@ class CanarySummary:
 
     Args:
         status: "disabled": no step yet; "stale": launches are missing, so that the canary sees less than it seems to;
-            "degraded": some step was verified in part; else "healthy".
+            "degraded": some step was verified in part, or the ranks are no longer compared; else "healthy".
         steps: steps begun.
         positions_relied_on: cached positions that forwards were about to read.
         positions_verified: those of them that were checked before.
         violations: found and reported, or counted where there were too many to report.
         discarded: found in rows whose result the engine threw away.
+        uncovered: positions that came from elsewhere and were fingerprinted on arrival: what befell their bytes on the
+            way cannot be seen.
         reasons: violations by reason.
         launches: launches by tag.
         stride: how many steps a cached position waits for its turn at most.
@@ -48,6 +53,7 @@ class CanarySummary:
     positions_verified: int = 0
     violations: int = 0
     discarded: int = 0
+    uncovered: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
     launches: dict[str, int] = field(default_factory=dict)
     stride: int = 1
@@ -68,7 +74,8 @@ class StepRecord:
         launches: how many its forwards make, by tag.
         relied_on: cached positions that its forwards are about to read.
         broken: whether one of them was given up, so that its launches are not known.
-        inner: offsets of the tails whose scratch follows the inner forwards.
+        stride: how many steps a cached position waited for its turn at most, when it began.
+        inner: by offset and row, how far inner forwards have brought the scratch tails.
         tables: of its forwards, by group; the engine's own, which change as it goes on.
     """
 
@@ -78,7 +85,8 @@ class StepRecord:
     launches: Counter[int] = field(default_factory=Counter)
     relied_on: int = 0
     broken: bool = False
-    inner: set[int] = field(default_factory=set)
+    stride: int = 1
+    inner: dict[tuple[int, int], int] = field(default_factory=dict)
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -103,20 +111,37 @@ class Accounts:
         observers: Sequence[Observer],
     ) -> None:
         self.reports: deque[ViolationReport] = deque(maxlen=1024)
+        self.rank_reports: deque[RankReport] = deque(maxlen=1024)
         self.observers = list(observers)
         self._config, self._rows, self._on_report = config, rows, on_report
         self._steps: deque[StepRecord] = deque(maxlen=REMEMBERED_STEPS)
+        # As reports call them: several groups where a tag is theirs alike.
+        self._groups_of = {
+            tag: " or ".join(g.name for g in groups if tag in (g.head_tag, g.tail_tag, g.sweep_tag)) for tag in Tag
+        }
         self._decoder = Decoder(groups, name_of_row=self._name_of_row, name_of_owner=self._name_of_owner)
+        self._desk = IncidentDesk(self._decoder, config=config, steps=self._steps, summary=self._summary_now)
         # Counters as of the last drained step; None where the launches since then are not known.
         self._before: list[list[int]] | None = [[0, 0] for _ in Tag]
+        self._counters: list[list[int]] = [[0, 0] for _ in Tag]
         self._relied_on = self._verified = self._violations = self._discarded = 0
         self._reasons: Counter[str] = Counter()
+        # From 0 on, so that who watches sees the first of each.
+        self._found = Counter({(g, r.name or str(r)): 0 for g in self._groups_of.values() if g for r in Reason})
         self._statuses: Counter[Status] = Counter()
         self._missing: dict[str, int] = {}
+        self._degraded = self._closed = False
+        # Counted by who lands them.
+        self.uncovered = 0
 
-    def begin_step(self, number: int) -> StepRecord:
+    @property
+    def incidents(self) -> list[Incident]:
+        """The incidents that are remembered, oldest first."""
+        return self._desk.incidents
+
+    def begin_step(self, number: int, *, stride: int) -> StepRecord:
         """Return the record of a new step."""
-        self._steps.append(StepRecord(number=number))
+        self._steps.append(StepRecord(number=number, stride=stride))
         return self._steps[-1]
 
     def see_forward(self, forward: SingleForwardManager, batch: ForwardBatch) -> None:
@@ -128,32 +153,56 @@ class Accounts:
         """Take in that launches were made that no step accounts for."""
         self._before = None
 
+    def close(self) -> None:
+        """Let every observer give back what it holds; the second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for observer in self.observers:
+            _guarded(observer.close)
+
+    def degrade(self) -> None:
+        """Take in that a part of the canary has failed for good; who calls has said so in the log."""
+        self._degraded = True
+
+    def take_ranks(self, report: RankReport) -> None:
+        """Log a difference between ranks, and hand it on."""
+        self.rank_reports.append(report)
+        logger.error("kv-canary: %s", report.sentence)
+        for observer in self.observers:
+            _guarded(observer.on_ranks, report)
+
     def take(self, findings: Findings) -> None:
         """Count, log and hand on what was drained; all counters are up to date before anything can raise.
+
+        Observers are told of the reports first, then of the steps, whose facts count those reports in.
 
         Raises:
             CanaryViolationError: in raise mode, if there is anything to report.
         """
-        for step in findings.steps:
-            self._take_step(step)
         rows = [words for words in findings.rows if not self._was_discarded(words)]
         discarded = len(findings.rows) - len(rows)
+        if discarded and not rows:
+            # Those that the ring had no room for are most likely of the same rows: nobody can say, so no alarm.
+            discarded = findings.total
         self._discarded += discarded
         total = findings.total - discarded
-        if not total:
-            return
         self._violations += total
         for words in rows:
-            self._reasons.update(r.name or str(r) for r in Reason if r in Reason(words[1]))
+            names = reason_names(words[1])
+            self._reasons.update(names)
+            self._found.update((self._groups_of[Tag(words[0])], name) for name in names)
+        facts = [self._take_step(step) for step in findings.steps]
         reports = [self._decoder.decode(words) for words in _most_telling(rows, self._config.max_reports_per_step)]
         self.reports.extend(reports)
+        incidents = self._desk.take(rows, reports=reports, total=total) if total else ()
         for report in reports:
-            logger.error("kv-canary: %s", report.sentence)
             self._tell(report)
-        if total > len(reports):
-            logger.error("kv-canary: %d more violations are not written out", total - len(reports))
-        if self._config.mode == "raise":
-            raise CanaryViolationError(reports, total)
+        for step in facts:
+            for observer in self.observers:
+                _guarded(observer.on_step, step)
+        if total and self._config.mode == "raise":
+            raise CanaryViolationError(reports, total, incidents)
 
     def summary(self, *, steps: int, counters: Sequence[Sequence[int]], stride: int) -> CanarySummary:
         """Return all of it in numbers.
@@ -163,41 +212,54 @@ class Accounts:
             counters: [launches, entries] by tag.
             stride: how many steps a cached position waits for its turn at most.
         """
-        status = "stale" if self._missing else "degraded" if self._statuses else "healthy"
         return CanarySummary(
-            status=status if steps else "disabled",
+            status=self._status() if steps else "disabled",
             steps=steps,
             positions_relied_on=self._relied_on,
             positions_verified=self._verified,
             violations=self._violations,
             discarded=self._discarded,
+            uncovered=self.uncovered,
             reasons=dict(self._reasons),
             launches={tag.name: counters[tag][0] for tag in Tag if counters[tag][0]},
             stride=stride,
         )
 
-    def _take_step(self, words: StepWords) -> None:
+    def _summary_now(self) -> dict[str, Any]:
+        """Return the summary as of what is being taken in."""
+        newest = self._steps[-1] if self._steps else StepRecord(number=0)
+        return self.summary(steps=newest.number, counters=self._counters, stride=newest.stride).as_dict()
+
+    def _status(self) -> str:
+        return "stale" if self._missing else "degraded" if self._statuses or self._degraded else "healthy"
+
+    def _take_step(self, words: StepWords) -> StepFacts:
+        self._counters = words.counters
         for _, bits in words.statuses:
             self._statuses[Status(bits)] += 1
         record = next((s for s in reversed(self._steps) if s.number == words.step), None)
         relied_on = 0 if record is None else record.relied_on
         before, self._before = self._before, words.counters if words.launches is not None else None
+        missing: dict[str, int] = {}
         if before is not None and words.launches is not None:
-            self._missing = _missing(words, before, words.launches)
+            missing = self._missing = _missing(words, before, words.launches)
         total = words.counters[Tag.HEAD_FULL][1] + words.counters[Tag.HEAD_SWA][1]
         verified, self._verified = total - self._verified, total
         self._relied_on += relied_on
-        facts = StepFacts(
+        return StepFacts(
             step=words.step,
+            status=self._status(),
             requests=0 if record is None else len(record.requests),
             relied_on=relied_on,
             verified=verified,
             counters=tuple(tuple(pair) for pair in words.counters),
             statuses=tuple(words.statuses),
-            missing=dict(self._missing),
+            missing=dict(missing),
+            violations=self._violations,
+            found=dict(self._found),
+            discarded=self._discarded,
+            stride=1 if record is None else record.stride,
         )
-        for observer in self.observers:
-            _guarded(observer.on_step, facts)
 
     def _tell(self, report: ViolationReport) -> None:
         if self._on_report is not None:
@@ -217,7 +279,11 @@ class Accounts:
         return None if request is None else request.request_id
 
     def _name_of_owner(self, owner: int) -> str | None:
-        return None if self._rows is None else self._rows.name(owner)
+        if self._rows is not None:
+            return self._rows.name(owner)
+        # An engine with rows of its own: the requests of the steps that are remembered.
+        requests = (r for s in reversed(self._steps) for r in s.requests.values())
+        return next((r.request_id for r in requests if r.owner & OWNER_MASK == owner), None)
 
 
 def _missing(words: StepWords, before: Sequence[Sequence[int]], wanted: Mapping[int, int]) -> dict[str, int]:

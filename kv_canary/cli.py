@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -12,18 +13,24 @@ import click
 from kv_canary import __version__
 from kv_canary.backends import BACKENDS
 
+# Commands that live elsewhere: each is imported when it is asked for, as <module>.<name>.
+_ELSEWHERE = {
+    "difftest": "kv_canary.difftest.cli",
+    "doctor": "kv_canary.commands.doctor",
+    "report": "kv_canary.commands.report",
+}
+
 
 class _Commands(click.Group):
-    """The commands here, and `difftest`, which is imported when it is asked for."""
+    """The commands here, and those that live elsewhere."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), "difftest"])
+        return sorted([*super().list_commands(ctx), *_ELSEWHERE])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name == "difftest":
-            from kv_canary.difftest.cli import difftest
-
-            return difftest
+        if cmd_name in _ELSEWHERE:
+            command: click.Command = getattr(importlib.import_module(_ELSEWHERE[cmd_name]), cmd_name)
+            return command
         return super().get_command(ctx, cmd_name)
 
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+import kv_canary as kc
 from kv_canary.cli import main
+from kv_canary.commands import checkup
+from kv_canary.commands.checkup import Checkup, check_up
+from kv_canary.commands.probe import probe, probe_apart
 from kv_canary.specs import all_specs
 from kv_canary.specs.document import ops_page
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["ops", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in ("demo", "doctor", "ops", "report"))])
 def test_help_teaches(arguments: list[str]) -> None:
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0
@@ -45,6 +51,10 @@ def test_the_page_of_ops_is_up_to_date() -> None:
         (["demo", "--requests", "1"], "--requests"),
         (["demo", "--prompts", "no/such/file"], "no/such/file"),
         (["nope"], "nope"),
+        (["doctor", "--backend", "cuda"], "--backend"),
+        (["doctor", "--engine", "nope"], "--engine"),
+        (["report"], "BUNDLE"),
+        (["report", "no/such/file"], "no/such/file"),
     ],
 )
 def test_misuse_exits_2_and_says_what_was_wrong(arguments: list[str], word: str) -> None:
@@ -59,3 +69,199 @@ def test_a_trace_that_is_none_is_misuse(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["demo", "--trace", str(trace)])
     assert result.exit_code == 2
     assert "Azure" in result.output
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    """The bundle of one damaged slot."""
+    k = torch.zeros(1, 64, 16, dtype=torch.uint8)
+    source = kc.KvSource(layers=tuple(k), page_size=1, bytes_per_token=16)
+    pool = kc.KvPool(name="kv", num_slots=64, k_source=source, v_source=None, device="cpu")
+    canary = kc.CanaryManager(
+        [kc.BufferGroup(name="full", pool=pool)],
+        limits=kc.CanaryLimits(max_rows=2, max_requests=1, max_tokens=16, max_len=64),
+        config=kc.CanaryConfig(backend="reference", bundles=tmp_path),
+    )
+    table, text = torch.zeros(2, 64, dtype=torch.int32), list(range(100, 164))
+    for start, end in ((0, 10), (10, 11)):
+        table[1, start:end] = slots = torch.arange(start + 1, end + 1)
+        request = kc.ForwardRequest(
+            request_id="a", row=1, owner=1, prefix_len=start, extend_len=end - start, tokens=lambda i, j: text[i:j]
+        )
+        batch = kc.ForwardBatch(
+            requests=[request],
+            input_ids=torch.tensor(text[start:end]),
+            positions=torch.arange(start, end),
+            out_slots={"full": slots},
+            tables={"full": table},
+        )
+        with canary.forward().around(batch):
+            k[:, slots] = 7
+        k[:, 4] = 8
+    canary.flush()
+    (path,) = tmp_path.iterdir()
+    return path
+
+
+def test_report_shows_what_was_found_and_exits_1(bundle: Path) -> None:
+    result = CliRunner().invoke(main, ["report", str(bundle)])
+    assert result.exit_code == 1
+    words = " ".join(result.output.split())
+    assert "request a reads position 3 in slot 4 of full: K" in words
+    assert "Around it, as of step 2" in words
+
+
+def test_report_for_machines(bundle: Path) -> None:
+    result = CliRunner().invoke(main, ["report", str(bundle), "--json"])
+    assert result.exit_code == 1
+    assert json.loads(result.output) == json.loads(bundle.read_text())
+
+
+def test_report_draws_a_page(bundle: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    result = CliRunner().invoke(main, ["report", str(bundle), "--html", str(page)])
+    assert result.exit_code == 1
+    assert f"Drawn: {page}" in result.output
+    assert page.read_text().startswith("<!doctype html>")
+    assert "<svg" in page.read_text()
+
+
+def test_a_page_for_machines_leaves_the_output_to_them(bundle: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["report", str(bundle), "--json", "--html", str(tmp_path / "page.html")])
+    assert json.loads(result.output)["format"] == "kv-canary-bundle"
+    assert (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": "kv-canary-bundle", "version": 9}'])
+def test_a_file_that_is_no_bundle_is_misuse(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    result = CliRunner().invoke(main, ["report", str(tmp_path / "x.json"), "--html", str(tmp_path / "page.html")])
+    assert result.exit_code == 2
+    assert "must be a" in result.output
+    assert "bundle" in result.output
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_page_that_cannot_be_written_is_misuse(bundle: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["report", str(bundle), "--html", str(tmp_path / "no" / "page.html")])
+    assert result.exit_code == 2
+
+
+def test_the_reference_works_and_a_backend_that_does_not_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probe("reference", "cpu") == ""
+    assert "must be one of" in probe("nope", "cpu")
+    monkeypatch.setattr("kv_canary.reference.verify.fingerprint", lambda source, slots, where: torch.zeros_like(slots))
+    assert "must be found clean, got 4" in probe("reference", "cpu")
+
+
+def test_a_backend_that_finds_nothing_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_canary.reference.verify.report", lambda *_: None)
+    assert "a flipped bit in the K of slot 2 must be found, got []" in probe("reference", "cpu")
+
+
+def test_triton_is_tried_in_a_process_of_its_own() -> None:
+    assert probe_apart("triton", "cpu", interpret=True) == ""
+    # Not interpreted, it cannot run on a CPU.
+    assert "TRITON_INTERPRET=1" in probe_apart("triton", "cpu", interpret=False)
+
+
+def test_a_process_that_dies_is_a_backend_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_canary.commands.probe.sys.executable", "/bin/false")
+    assert probe_apart("triton", "cpu", interpret=True) == "its process ended with 1: it said nothing"
+
+
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends in processes of their own are taken to work."""
+    monkeypatch.setattr(checkup, "probe_apart", lambda *_, **__: "")
+
+
+def doctor(*, backend: str | None = None, engines: tuple[str, ...] = (), **variables: str) -> Checkup:
+    return check_up(backend=backend, engines=engines, environ={f"KV_CANARY_{k}": v for k, v in variables.items()})
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_doctor_finds_all_well_and_says_what_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = doctor(READ_BYTES="64", SWEEP_EVERY="50")
+    assert found.problems == ()
+    assert found.environment == {"KV_CANARY_READ_BYTES": "64", "KV_CANARY_SWEEP_EVERY": "50"}
+    assert found.config is not None
+    assert found.config["read_bytes"] == 64
+    assert [(b.name, b.device, b.works) for b in found.backends][:3] == [
+        ("reference", "cpu", True),
+        ("triton", "cpu (interpreter)", True),
+        ("shadow", "cpu (interpreter)", True),
+    ]
+    assert {e.name: e.supported for e in found.engines}["transformers"]
+    assert any("64 of each token's K" in line for line in found.covered)
+    assert any("every 50 steps" in line for line in found.covered)
+    assert any("padding slot" in line for line in found.not_covered)
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"engines": ("vllm",)}, "engine vllm: not installed"),
+        ({"READ_BYTES": "many"}, "KV_CANARY_READ_BYTES must be int, got 'many'"),
+        ({"READ_BITES": "3"}, "did you mean KV_CANARY_READ_BYTES?"),
+        ({"QUARANTINE": "1"}, "quarantine must be off where"),
+        ({"BUNDLES": "/proc/version/x"}, "bundles: /proc/version/x must be a folder that can be written to"),
+        ({"EVENT_LOG": "/proc/version/x.jsonl"}, "event_log: /proc/version must be a folder"),
+    ],
+)
+def test_doctor_says_what_is_missing_that_was_asked_for(asked: dict[str, Any], words: str) -> None:
+    (problem,) = doctor(**asked).problems
+    assert words in problem
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_doctor_tells_every_error_of_the_configuration() -> None:
+    found = doctor(READ_BYTES="many", STRIDES="3", MODE="log")
+    assert len(found.problems) == 2
+    assert found.config is None
+
+
+def test_doctor_holds_a_backend_against_where_it_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "probe_apart", lambda name, *_, **__: "it fell over" if name == "shadow" else "")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert doctor().problems == ()
+    assert doctor(BACKEND="triton").problems == ()
+    assert doctor(BACKEND="shadow").problems == ("backend shadow on cpu (interpreter): it fell over",)
+    assert doctor(backend="shadow", BACKEND="triton").problems != ()
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "it needs a GPU, or TRITON_INTERPRET=1" in doctor(BACKEND="triton").problems[0]
+    assert doctor(BACKEND="reference").problems == ()
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_doctor_without_triton_and_with_an_engine_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"transformers": "4.40.0", "sglang": "0.5.0"}
+    monkeypatch.setattr(checkup, "installed", versions.get)
+    found = doctor(engines=("transformers", "sglang"))
+    assert [b.works for b in found.backends] == [True, False, False]
+    assert "triton is not installed" in found.backends[1].detail
+    assert len(found.problems) == 2
+    assert "got 4.40.0" in found.problems[0]
+    assert "engine sglang: there is no adapter for it yet" in found.problems[1]
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_doctor_warns_of_faults_that_are_injected() -> None:
+    assert "faults are injected on purpose: real_kv_used" in doctor(PERTURB_MODE="real_kv_used").warnings[0]
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_doctor_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_CANARY_STRIDE", "4")
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 0
+    assert "All that was asked for is here." in result.output
+    result = CliRunner().invoke(main, ["doctor", "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.output)["config"]["stride"] == 4
+    monkeypatch.setenv("KV_CANARY_STRIDE", "0")
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 1
+    assert "stride must be at least 1, got 0" in " ".join(result.output.split())
+    assert json.loads(CliRunner().invoke(main, ["doctor", "--json"]).output)["config"] is None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
 import torch
 
 import kv_canary as kc
+from kv_canary.observers import Observer, StepFacts
 
 from .engine import Engine, Request, full_engine, make_pool
 
@@ -100,7 +102,9 @@ def test_only_so_many_violations_of_a_step_are_written_out(caplog: pytest.LogCap
     assert engine.manager.summary().violations == 8
     assert engine.manager.summary().reasons == {"K": 8}
     assert "5 more violations are not written out" in caplog.text
-    assert sum("Changed: K of" in r.message for r in caplog.records) == 3
+    # One incident, one line.
+    assert sum("Changed: K of" in r.message for r in caplog.records) == 1
+    assert "positions 0 to 7 in slots 1 to 8 of full: K (8 violations)" in caplog.text
 
 
 def test_raise_mode_raises_at_the_next_begin_and_goes_on_afterwards() -> None:
@@ -218,6 +222,7 @@ def test_the_summary_is_ready_for_json() -> None:
         "positions_verified": 6,
         "violations": 1,
         "discarded": 0,
+        "uncovered": 0,
         "reasons": {"K": 1},
         "launches": {"HEAD_FULL": 2, "TAIL_FULL": 4},
         "stride": 1,
@@ -240,3 +245,75 @@ def test_the_ring_is_emptied_behind_what_was_read() -> None:
     engine.manager.flush()
     assert torch.equal(log.count, torch.zeros(1, dtype=torch.int64))
     assert engine.manager.summary().violations == 8
+
+
+def thrown_away(batch: kc.ForwardBatch, name: str) -> kc.ForwardBatch:
+    """Return the forward with the result of one request thrown away."""
+    requests = [dataclasses.replace(r, discarded=lambda: True) if r.request_id == name else r for r in batch.requests]
+    return dataclasses.replace(batch, requests=requests)
+
+
+def test_rows_of_discarded_results_that_overflow_the_ring_raise_no_alarm() -> None:
+    engine = full_engine(ring_capacity=4)
+    a = engine.add("a", 30)
+    engine.step((a, 12))
+    for position in range(12):
+        damage(engine, a, position)
+    engine.run(thrown_away(engine.batch((a, 1)), "a"))
+    assert engine.found() == []
+    summary = engine.manager.summary()
+    assert (summary.violations, summary.discarded) == (0, 12)
+
+
+def test_a_discarded_row_hides_nobody_else() -> None:
+    engine = full_engine(ring_capacity=64)
+    a, b = engine.add("a", 30), engine.add("b", 30)
+    engine.step((a, 12), (b, 12))
+    damage(engine, a, 3)
+    damage(engine, b, 5)
+    engine.run(thrown_away(engine.batch((a, 1), (b, 1)), "a"))
+    [report] = engine.found()
+    assert (report.request_id, report.position) == ("b", 5)
+    assert engine.manager.summary().discarded == 1
+
+
+class Steps(Observer):
+    """Keeps the facts of every step."""
+
+    def __init__(self) -> None:
+        self.facts: list[StepFacts] = []
+
+    def on_step(self, facts: StepFacts) -> None:
+        self.facts.append(facts)
+
+
+def test_many_forwards_of_a_step_lose_no_status() -> None:
+    engine = full_engine()
+    a = engine.add("a", 20)
+    engine.step((a, 6))
+    engine.manager.flush()
+    steps = Steps()
+    engine.manager.accounts.observers.append(steps)
+    batch = engine.batch((a, 1))
+    with engine.manager.one_step():
+        for i in range(100):
+            forward = engine.manager.forward(f"inner {i}")
+            bad = {"full": engine.tables["full"][:, :4].clone()} if i == 77 else batch.tables
+            with forward.around(dataclasses.replace(batch, tables=bad)):
+                pass
+    engine.manager.flush()
+    [step] = steps.facts
+    assert step.statuses == (("full", int(kc.Status.LENGTH_RANGE)),)
+
+
+def test_an_engine_without_a_row_table_still_has_its_requests_named() -> None:
+    engine = full_engine()
+    engine.manager.accounts._rows = None
+    a, b = engine.add("a", 20), engine.add("b", 20)
+    engine.step((a, 6), (b, 6))
+    damage(engine, a, 2)
+    engine.step((a, 1))
+    engine.tables["full"][b.row, 3] = engine.slot_of(engine.groups[0], a, 3)
+    engine.step((b, 1))
+    found = {(r.request_id, r.record.request_id) for r in engine.found() if "POSITION" not in r.reasons}
+    assert {("a", "a"), ("b", "a")} <= found

@@ -1,0 +1,244 @@
+"""What `kv-canary doctor` finds out about this machine and this environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kv_canary.backends import interpreting
+from kv_canary.commands.probe import probe, probe_apart
+from kv_canary.config import ENVIRONMENT, CanaryConfig, read_settings
+from kv_canary.engines.transformers_layouts import layout_class
+from kv_canary.perturb import PerturbConfig
+from kv_canary.reports.versions import installed, versions
+
+ENGINES = ("transformers", "sglang", "vllm")
+# Variables of parts that read them themselves.
+_OTHERS = ("SHADOW_", "PERTURB_")
+
+NOT_COVERED = (
+    "what a kernel reads wrongly although the tables are right (an int32 overflow, index buffers that only it sees)",
+    "scales of quantised KV",
+    "the padding slot",
+    "a model write that lands nowhere or in another slot, except through its victim",
+    "recurrent state (mamba, linear attention)",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendCheck:
+    """Whether a backend works on a device; `detail` says why not."""
+
+    name: str
+    device: str
+    works: bool
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCheck:
+    """An engine: its version (None: not installed), and whether an adapter supports it; `detail` says why not."""
+
+    name: str
+    version: str | None
+    supported: bool
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkup:
+    """All that was found out; see the fields' types.
+
+    Args:
+        versions: of Python and packages; None: not installed.
+        devices: in words.
+        backends: which work where.
+        engines: which are there and supported.
+        environment: the variables that are kv-canary's.
+        config: as the environment gives it, JSON-ready; None where it is in error.
+        covered, not_covered: what a canary so configured sees, and what none does.
+        warnings: what is on and may surprise.
+        problems: what was asked for and is missing or wrong.
+    """
+
+    versions: dict[str, str | None]
+    devices: tuple[str, ...]
+    backends: tuple[BackendCheck, ...]
+    engines: tuple[EngineCheck, ...]
+    environment: dict[str, str]
+    config: dict[str, Any] | None
+    covered: tuple[str, ...]
+    not_covered: tuple[str, ...]
+    warnings: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the checkup as JSON-ready values."""
+        return dataclasses.asdict(self)
+
+
+def check_up(
+    *, backend: str | None = None, engines: tuple[str, ...] = (), environ: Mapping[str, str] = os.environ
+) -> Checkup:
+    """Look at this machine.
+
+    Args:
+        backend: one that must work; None: the configured one.
+        engines: those that must be installed and supported.
+        environ: the environment that configures the canary.
+    """
+    config, errors = _configuration(environ)
+    backends = _backends()
+    found = tuple(_engine(name) for name in ENGINES)
+    problems = [
+        *errors,
+        *_backend_problems(backend or (config.backend if config else None) or "auto", backends),
+        *(f"engine {e.name}: {e.detail}" for e in found if e.name in engines and not e.supported),
+        *(_config_problems(config) if config else ()),
+    ]
+    return Checkup(
+        versions=versions(),
+        devices=_devices(),
+        backends=backends,
+        engines=found,
+        environment={name: text for name, text in sorted(environ.items()) if name.startswith(ENVIRONMENT)},
+        config=None if config is None else _plain(config),
+        covered=() if config is None else _covered(config),
+        not_covered=NOT_COVERED,
+        warnings=_warnings(environ),
+        problems=tuple(problems),
+    )
+
+
+def _configuration(environ: Mapping[str, str]) -> tuple[CanaryConfig | None, list[str]]:
+    """Return the configuration, or None and every error in it."""
+    errors = []
+    for name, text in environ.items():
+        if name.startswith(ENVIRONMENT):
+            try:
+                read_settings(CanaryConfig, ENVIRONMENT, {name: text}, {}, others=_OTHERS)
+            except ValueError as error:
+                errors.append(str(error))
+    if errors:
+        return None, errors
+    try:
+        return CanaryConfig.from_env(environ), []
+    except (TypeError, ValueError) as error:
+        return None, [str(error)]
+
+
+def _backends() -> tuple[BackendCheck, ...]:
+    """Try every backend on every kind of device that is here."""
+    details = [("reference", "cpu", probe("reference", "cpu"))]
+    if installed("triton") is None:
+        missing = "triton is not installed: pip install 'kv-canary[triton]'"
+        details += [(name, "cpu (interpreter)", missing) for name in ("triton", "shadow")]
+    else:
+        details += [
+            (name, "cpu (interpreter)", probe_apart(name, "cpu", interpret=True)) for name in ("triton", "shadow")
+        ]
+        if torch.cuda.is_available():
+            details += [(name, "cuda", probe_apart(name, "cuda", interpret=False)) for name in ("triton", "shadow")]
+    return tuple(
+        BackendCheck(name=name, device=device, works=not detail, detail=detail) for name, device, detail in details
+    )
+
+
+def _backend_problems(wanted: str, checks: tuple[BackendCheck, ...]) -> list[str]:
+    """Say why the backend that was asked for does not work where a canary would run."""
+    on_gpu = torch.cuda.is_available()
+    if wanted == "auto":
+        wanted = "triton" if on_gpu else "reference"
+    if wanted == "reference":
+        device = "cpu"
+    elif on_gpu:
+        device = "cuda"
+    elif interpreting():
+        device = "cpu (interpreter)"
+    else:
+        return [f"backend {wanted}: it needs a GPU, or TRITON_INTERPRET=1 to run in Triton's interpreter"]
+    failed = [c for c in checks if (c.name, c.device) == (wanted, device) and not c.works]
+    if not failed and not any((c.name, c.device) == (wanted, device) for c in checks):
+        return [f"backend {wanted} on {device}: triton is not installed: pip install 'kv-canary[triton]'"]
+    return [f"backend {c.name} on {c.device}: {c.detail}" for c in failed]
+
+
+def _engine(name: str) -> EngineCheck:
+    version = installed(name)
+    if version is None:
+        return EngineCheck(name=name, version=None, supported=False, detail="not installed")
+    if name != "transformers":
+        return EngineCheck(name=name, version=version, supported=False, detail="there is no adapter for it yet")
+    try:
+        layout_class(version)
+    except ValueError as error:
+        return EngineCheck(name=name, version=version, supported=False, detail=str(error))
+    return EngineCheck(name=name, version=version, supported=True, detail="")
+
+
+def _config_problems(config: CanaryConfig) -> list[str]:
+    """Say what the configuration asks for and this machine does not give."""
+    problems = []
+    if getattr(config, "metrics_port", 0) and installed("prometheus-client") is None:
+        problems.append("metrics_port: prometheus-client is not installed: pip install 'kv-canary[metrics]'")
+    for name, folder in (("event_log", config.event_log and config.event_log.parent), ("bundles", config.bundles)):
+        if folder is not None and not _may_write(folder):
+            problems.append(f"{name}: {folder} must be a folder that can be written to")
+    return problems
+
+
+def _may_write(folder: Path) -> bool:
+    """Whether `folder` can be written to, or made."""
+    existing = next((p for p in (folder, *folder.absolute().parents) if p.exists()), None)
+    return existing is not None and existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+
+def _devices() -> tuple[str, ...]:
+    names = [f"cpu: {platform.machine()}, {os.cpu_count()} cores"]
+    for i in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(i)
+        names.append(f"cuda:{i}: {facts.name}, {facts.total_memory >> 30} GiB, sm_{facts.major}{facts.minor}")
+    return tuple(names)
+
+
+def _covered(config: CanaryConfig) -> tuple[str, ...]:
+    """Say what a canary so configured verifies."""
+    turn = (
+        f"every {config.stride} steps"
+        if config.stride
+        else f"every 1 to {config.max_stride} steps, on a CPU every step"
+    )
+    table = "by its size" if config.check_tokens is None else _on(config.check_tokens)
+    return (
+        f"cached positions of running requests: all on admission, then {turn}",
+        f"K and V bytes: {config.read_bytes} of each token's K and of its V, rotating over layers and bytes",
+        f"bytes again after the forward: {_on(config.verify_bytes_at_tail)} (verify_bytes_at_tail)",
+        f"reads of freed slots, two owners of a slot: {_on(config.track_lifetime)} (track_lifetime)",
+        f"idle cached slots: {f'every {config.sweep_every} steps' if config.sweep_every else 'off'} (sweep_every)",
+        f"freed slots until reuse: {_on(config.quarantine)} (quarantine)",
+        f"tokens by a table: {table} (check_tokens)",
+    )
+
+
+def _warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
+    try:
+        perturb = PerturbConfig.from_env(environ)
+    except (TypeError, ValueError) as error:
+        return (str(error),)
+    return () if perturb is None else (f"faults are injected on purpose: {perturb.mode} (KV_CANARY_PERTURB_...)",)
+
+
+def _on(switch: bool) -> str:
+    return "on" if switch else "off"
+
+
+def _plain(config: CanaryConfig) -> dict[str, Any]:
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}

@@ -1,0 +1,240 @@
+"""Likely causes, by pattern: of one violation, and of an incident, whose shape says more."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_canary.constants import BAD_SLOT, MASK64, Reason
+from kv_canary.hashing import mix
+from kv_canary.pools import BufferGroup
+from kv_canary.reports.members import BYTES, CONTENT, Member
+from kv_canary.reports.report import StoredRecord, ViolationReport, printable
+from kv_canary.specs.structures import KvSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class Circumstances:
+    """What is known around an incident.
+
+    Args:
+        group: where it happened.
+        arrived: the first step of the request that reads; None if that is forgotten.
+        overwritten: (step, incident) in which another request was seen to write to one of the slots.
+    """
+
+    group: BufferGroup
+    arrived: int | None = None
+    overwritten: tuple[int, int] | None = None
+
+
+def cause_of_one(
+    reasons: Reason,
+    words: Sequence[int],
+    record: StoredRecord | None,
+    request_id: str | None,
+    group: BufferGroup,
+    *,
+    is_write: bool,
+) -> str:
+    """Guess the cause of one violation from its reasons."""
+    position = words[4]
+    if Reason.PREFIX in reasons:
+        return (
+            "the row's cached prefix is not this request's own: a stale or wrong prefix hit, or a table row that "
+            "names another request's blocks"
+        )
+    if Reason.SLOT_RANGE in reasons:
+        if is_write:
+            return "the forward was told to write outside the pool"
+        if words[2] == BAD_SLOT:
+            return "the table or the LUT holds an index that no pool has"
+        return "the table holds a slot outside the pool"
+    if Reason.WRITE_POSITION in reasons and record is not None:
+        off = record.position - position
+        if abs(off) == 1:
+            return "the forward's positions are off by one"
+        return f"the forward's positions are off by {off}"
+    if Reason.WRITE_TOKEN in reasons:
+        return "the forward was given another token than the one that was sampled"
+    if Reason.OVERWRITE in reasons:
+        return "two owners: the slot was handed out while another request still used it"
+    if Reason.UNMAPPED in reasons:
+        if group.lut is not None:
+            return "a live position maps to the padding slot: its window entry was evicted, or the LUT lost it"
+        return "a live position maps to the padding slot: evicted, cleared or never mapped"
+    if Reason.NEVER_WRITTEN in reasons:
+        return "mapped, but nothing ever wrote there: a missing copy or load, or a wrong table entry"
+    if Reason.FREED in reasons:
+        return "use after free: the slot was freed while a request still reads it"
+    if record is None:
+        return "unknown"
+    if not reasons & CONTENT:
+        if _zeroed(reasons, record, words[10], group):
+            return "the bytes are all zero: the slot or its page was zeroed after it was written"
+        return "the K/V bytes changed after they were written: a stray write, a copy race or memory corruption"
+    foreign = record.request_id != request_id or record.request_id is None
+    window = _window_cause(group, record.position - position, foreign=foreign)
+    if window is not None and Reason.POSITION in reasons:
+        return window
+    if Reason.POSITION in reasons and abs(record.position - position) == 1 and not foreign:
+        return "the table is off by one, or holds an entry of the position beside it"
+    if foreign and reasons & (Reason.POSITION | Reason.TOKEN):
+        if reasons & BYTES:
+            return "the slot was reused while in use, and its bytes changed as well"
+        return "a wrong or stale table entry, or a slot reused while in use: it holds another request's token"
+    if Reason.POSITION in reasons:
+        return "a stale or wrong table entry: the slot holds another position of the same request"
+    if Reason.TOKEN in reasons:
+        return "the slot holds another token of this position: an old branch of the text, or a wrong prefix"
+    return "the right token after another prefix: the entry before it, or the whole prefix, is another's"
+
+
+def cause_of_many(members: Sequence[Member], first: ViolationReport, around: Circumstances) -> str:
+    """Guess the cause of an incident from its shape: how its slots lie in pages, who wrote them, and when.
+
+    Args:
+        members: what was found, less the entries that only follow a wrong one; in order of position.
+        first: the report of the first of them.
+        around: what else is known.
+    """
+    reasons = functools.reduce(Reason.__or__, (m.reasons for m in members))
+    pages = _Pages.of(members, around.group)
+    if Reason.PREFIX in reasons and members[0].position == 0 and len(members) > 1:
+        last = members[-1].position
+        return (
+            f"the whole prefix, positions 0 to {last}, is not this request's own: a stale or wrong prefix hit, or a "
+            "table row that names another request's blocks"
+        )
+    if reasons & CONTENT and reasons != Reason.PREFIX:
+        return _content_cause(members, first, around, pages)
+    if len(members) == 1:
+        return first.cause
+    if Reason.FREED in reasons and pages.whole:
+        return f"use after free: {pages.text} freed while a request still reads there"
+    if Reason.NEVER_WRITTEN in reasons and pages.aligned:
+        return f"mapped, but nothing ever wrote there: the copy or load of {pages.text} is missing"
+    if reasons and not reasons & ~BYTES:
+        return _bytes_cause(members, reasons, around.group, pages)
+    return first.cause
+
+
+def _content_cause(members: Sequence[Member], first: ViolationReport, around: Circumstances, pages: _Pages) -> str:
+    """Guess why slots hold tokens, positions or chains that are not the request's."""
+    record = first.record
+    if record is None:
+        return first.cause
+    foreign = record.request_id != first.request_id or record.request_id is None
+    by = f"request {printable(record.request_id)}" if record.request_id else f"owner {record.owner or 'unknown'}"
+    if foreign and around.overwritten is not None:
+        step, number = around.overwritten
+        return f"reused while in use: {by} was seen to overwrite it at step {step} (incident {number})"
+    shifts = {m.stored_position - m.position for m in members}
+    if len(members) > 1 and len(shifts) == 1:
+        shift = shifts.pop()
+        window = _window_cause(around.group, shift, foreign=foreign)
+        if window is not None and shift:
+            return window
+        if shift in (-1, 1):
+            return f"the table is off by one from position {members[0].position} on"
+        if shift and not foreign:
+            return f"the table is shifted by {shift} positions from position {members[0].position} on"
+    if len(members) == 1 or not foreign or not pages.aligned:
+        return first.cause
+    steps = [m.writer_step for m in members]
+    if around.group.lut is not None:
+        return f"the LUT is stale: {pages.text} of the window already belong to {by}"
+    if around.arrived is not None and max(steps) < around.arrived:
+        return (
+            f"a wrong block from position {members[0].position} on: the table names what {by} wrote before this "
+            "request came: a stale or wrong prefix hit"
+        )
+    if pages.whole:
+        return f"a page reused while in use: {by} wrote {pages.text} at step {_span(steps)}"
+    return (
+        f"a wrong block from position {members[0].position} on: the table names a page of {by}, or the page was handed "
+        "on while in use"
+    )
+
+
+def _bytes_cause(members: Sequence[Member], reasons: Reason, group: BufferGroup, pages: _Pages) -> str:
+    """Guess why the bytes of several slots are not those that were recorded."""
+    where = pages.text if pages.whole else f"{len(members)} slots"
+    if all(_zeroed_member(m, group) for m in members):
+        return f"the bytes of {where} are all zero: they were zeroed after they were written"
+    sources = [s for r, s in ((Reason.K, group.pool.k_source), (Reason.V, group.pool.v_source)) if r in reasons and s]
+    layers = {m.stored_position % len(s.layers) for m in members for s in sources}
+    if len(sources) == 1 and len(layers) == 1 and len(sources[0].layers) > 1:
+        return f"only one layer's bytes changed, in {where}: a stray write of that layer"
+    if pages.whole:
+        return f"the bytes of {where} changed with no record: a copy or load over them, or one that came late"
+    return f"the bytes of {where} changed after they were written: a stray write, a copy race or memory corruption"
+
+
+def _window_cause(group: BufferGroup, shift: int, *, foreign: bool) -> str | None:
+    """Guess why a slot of a window holds another position of the same request; None where it is no window's fault."""
+    if not group.ring or foreign or shift % (group.window + 1):
+        return None
+    if shift > 0:
+        return "a stale window entry: the ring has gone round, and a later position of the request lies there"
+    return "a stale window entry: the ring's slot still holds an earlier round; the write of this one is missing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pages:
+    """How an incident's slots lie in pages: whether its runs begin at a page, and whether they fill pages."""
+
+    count: int
+    aligned: bool
+    whole: bool
+
+    @classmethod
+    def of(cls, members: Sequence[Member], group: BufferGroup) -> _Pages:
+        source = group.pool.k_source or group.pool.v_source
+        page = 1 if source is None else source.page_size
+        places = sorted({m.slot - (0 if source is None else source.slot_bias) for m in members})
+        if page == 1:
+            return cls(count=len(places), aligned=False, whole=False)
+        lying = set(places)
+        starts = [p for p in places if p - 1 not in lying]
+        ends = [p + 1 for p in places if p + 1 not in lying]
+        aligned = all(p % page == 0 for p in starts)
+        count = len({p // page for p in places})
+        return cls(count=count, aligned=aligned, whole=aligned and all(p % page == 0 for p in ends))
+
+    @property
+    def text(self) -> str:
+        kind = "whole page" if self.whole else "page"
+        return f"{self.count} {kind}{'s' if self.count != 1 else ''}"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _zeroed_member(member: Member, group: BufferGroup) -> bool:
+    return _zero_at(member.reasons, member.stored_position, member.words[10], group)
+
+
+def _zeroed(reasons: Reason, record: StoredRecord, observed: int, group: BufferGroup) -> bool:
+    return _zero_at(reasons, record.position, observed, group)
+
+
+def _zero_at(reasons: Reason, position: int, observed: int, group: BufferGroup) -> bool:
+    """Whether the damaged halves have the fingerprints of zero bytes."""
+    halves = ((0, Reason.K, group.pool.k_source), (32, Reason.V, group.pool.v_source))
+    wanted = {shift: _zero_fingerprint(s, position) for shift, r, s in halves if r in reasons and s is not None}
+    return bool(wanted) and all(observed >> shift & 0xFFFFFFFF == value for shift, value in wanted.items())
+
+
+def _zero_fingerprint(source: KvSource, position: int) -> int:
+    _, start, end = source.coverage(position)
+    return _zeros(-(-(end - start) // 8))
+
+
+@functools.lru_cache(maxsize=64)
+def _zeros(num_words: int) -> int:
+    x = sum(mix(mix(j)) for j in range(num_words)) & MASK64
+    return (x ^ (x >> 32)) & 0xFFFFFFFF

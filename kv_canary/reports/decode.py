@@ -1,0 +1,145 @@
+"""Turns violation rows into reports: who, where, what is there, who wrote it, what was expected, likely why."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kv_canary.constants import MASK64, OWNER_BITS, OWNER_MASK, STEP_MASK, Reason, Tag
+from kv_canary.pools import BufferGroup
+from kv_canary.reports.causes import cause_of_one
+from kv_canary.reports.report import StoredRecord, ViolationReport, printable
+
+# Only writes have these.
+WRITES = Reason.WRITE_TOKEN | Reason.WRITE_POSITION | Reason.OVERWRITE | Reason.PREFIX
+
+
+class Decoder:
+    """Turns violation rows into reports.
+
+    Args:
+        groups: the buffer groups, for names and coverage.
+        name_of_row: (step, row) -> request, as far as it is remembered.
+        name_of_owner: owner number -> request, as far as it is remembered.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[BufferGroup],
+        *,
+        name_of_row: Callable[[int, int], str | None],
+        name_of_owner: Callable[[int], str | None],
+    ) -> None:
+        self._groups = groups
+        self.name_of_row = name_of_row
+        self.name_of_owner = name_of_owner
+
+    def groups_of(self, tag: int) -> list[BufferGroup]:
+        """Return the groups whose launches carry `tag`; several where attention types differ in their window only."""
+        return [g for g in self._groups if tag in (g.head_tag, g.tail_tag, g.sweep_tag)] or list(self._groups)
+
+    def decode(self, words: Sequence[int]) -> ViolationReport:
+        """Decode one violation row of 16 words; see the data layout in docs/data-layout.md."""
+        tag, reasons = Tag(words[0]), Reason(words[1])
+        groups = self.groups_of(tag)
+        request_id = self.name_of_row(words[12], words[3])
+        record = None
+        if any(words[i] for i in (5, 7, 9, 11)) and not reasons & (Reason.NEVER_WRITTEN | Reason.UNMAPPED):
+            record = self.record(words[5], words[7], words[9], words[11])
+        writing = is_write(words)
+        report: dict[str, Any] = {
+            "reasons": reason_names(reasons),
+            "tag": tag.name,
+            "step": words[12],
+            "group": " or ".join(g.name for g in groups),
+            "slot": words[2],
+            "row": words[3],
+            "request_id": request_id,
+            "position": words[4],
+            "record": record,
+            "expected_token": words[6] if words[6] >= 0 else None,
+            "expected_chain": words[8] & MASK64 if words[8] else None,
+            "observed_kv": words[10] & MASK64 if words[10] else None,
+            "previous_slot": words[13],
+            "places": _places(groups[0], reasons, record),
+            "cause": cause_of_one(reasons, words, record, request_id, groups[0], is_write=writing),
+        }
+        return ViolationReport(**report, sentence=_sentence(report, writing))
+
+    def record(self, identity: int, chain: int, kv: int, writer: int) -> StoredRecord:
+        """Return the record of these four words."""
+        owner = writer & OWNER_MASK
+        return StoredRecord(
+            token=identity & 0xFFFFFFFF,
+            position=(identity & MASK64) >> 32,
+            chain=chain & MASK64,
+            kv=kv & MASK64,
+            owner=owner,
+            step=((writer & MASK64) >> OWNER_BITS) & STEP_MASK,
+            retired=bool((writer & MASK64) >> 63),
+            request_id=self.name_of_owner(owner) if owner else None,
+        )
+
+
+def is_write(words: Sequence[int]) -> bool:
+    """Whether a violation row was found by a write."""
+    # Only writes name an owner, which adapters number from 1.
+    return bool(Reason(words[1]) & WRITES) or words[14] != 0
+
+
+@functools.lru_cache(maxsize=1024)
+def reason_names(reasons: int) -> tuple[str, ...]:
+    """Return the names of the single reasons."""
+    return tuple(r.name or str(r) for r in Reason if r & reasons)
+
+
+def who(request_id: str | None, row: int) -> str:
+    """Return how a sentence calls the request behind a row."""
+    if request_id:
+        return f"request {printable(request_id)}"
+    return f"row {row}" if row else "the sweep"
+
+
+def by_whom(record: StoredRecord) -> str:
+    """Return how a sentence calls the writer of a record."""
+    return f"request {printable(record.request_id)}" if record.request_id else f"owner {record.owner or 'unknown'}"
+
+
+def _places(group: BufferGroup, reasons: Reason, record: StoredRecord | None) -> tuple[str, ...]:
+    """Say which layer and bytes of the slot the damaged halves cover."""
+    places = []
+    for half, reason, source in (("K", Reason.K, group.pool.k_source), ("V", Reason.V, group.pool.v_source)):
+        if reason in reasons and source is not None and record is not None:
+            layer, start, end = source.coverage(record.position)
+            names = group.pool.layer_names
+            name = names[layer] if layer < len(names) else f"layer {layer}"
+            places.append(f"{half} of {name}, bytes {start} to {end}")
+    return tuple(places)
+
+
+def _sentence(report: Mapping[str, Any], writing: bool) -> str:
+    doing = "writes" if writing else "reads"
+    text = f"step {report['step']} {report['tag']}: {who(report['request_id'], report['row'])} {doing} "
+    text += f"position {report['position']} in slot {report['slot']}"
+    text += f" of {report['group']}: {' + '.join(report['reasons'])}."
+    return f"{text}{details(report, writing)} Likely: {report['cause']}."
+
+
+def details(report: Mapping[str, Any], writing: bool) -> str:
+    """Return the sentences on what lies in the slot of a report and what was expected there; "" for none."""
+    record: StoredRecord | None = report["record"]
+    text = f" Changed: {'; '.join(report['places'])}." if report["places"] else ""
+    if record is None:
+        return text
+    by = by_whom(record)
+    if writing and "PREFIX" not in report["reasons"]:
+        verb = "Not stored" if "SLOT_RANGE" in report["reasons"] else "Stored"
+        text += f" {verb}: token {record.token} at position {record.position}"
+        return text + (f", over a record of {by} (step {record.step})." if record.owner else ".")
+    how = "freed" if record.retired else "written"
+    known = report["expected_token"] is not None
+    expected = f"token {report['expected_token']}" if known else "this request's token"
+    text += f" The slot holds token {record.token} of position {record.position}"
+    text += f", {how} by {by} at step {record.step}"
+    return text + f"; expected {expected} of position {report['position']}."

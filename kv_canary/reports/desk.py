@@ -1,0 +1,227 @@
+"""What becomes of drained violations: incidents, their lines in the log, what lies around them, and bundles."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kv_canary.backends import select_backend
+from kv_canary.config import CanaryConfig
+from kv_canary.constants import Tag
+from kv_canary.pools import BufferGroup
+from kv_canary.ratelimit import RateLimit
+from kv_canary.reports.bundle import MOST_BUNDLES, MOST_ROWS, Bundle, BundleFolder, utc_now
+from kv_canary.reports.decode import Decoder
+from kv_canary.reports.incidents import Incident, IncidentBook, goes_on
+from kv_canary.reports.neighbourhood import Looker, Neighbourhood, slots_of
+from kv_canary.reports.report import ViolationReport
+from kv_canary.reports.versions import versions
+
+if TYPE_CHECKING:
+    from kv_canary.accounts import StepRecord
+    from kv_canary.forward import ForwardRequest
+
+logger = logging.getLogger("kv_canary")
+
+# Positions on each side of a fault that its neighbourhood shows, and that a bundle's timeline shows.
+SIDE = 8
+TIMELINE_SIDE = 256
+# Incidents of one drain around which it looks where it saves none: each look waits for the device.
+MOST_LOOKS = 4
+# Seconds between two lines about the same incident.
+INTERVAL = 10.0
+
+
+class IncidentDesk:
+    """Groups what was drained, logs it, looks around it and saves it.
+
+    Args:
+        decoder: gives reports and names.
+        config: how many lines and reports a drain may make, where bundles go, and who verifies.
+        steps: those that are remembered, oldest first.
+        summary: returns what the canary has done, JSON-ready, for bundles.
+        clock: seconds that only grow; for tests.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        config: CanaryConfig,
+        steps: Sequence[StepRecord],
+        summary: Callable[[], dict[str, Any]],
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._decoder, self._config, self._steps, self._summary = decoder, config, steps, summary
+        self._book = IncidentBook(decoder, arrived=self._arrived)
+        self._limit = RateLimit(INTERVAL) if clock is None else RateLimit(INTERVAL, clock=clock)
+        self._bundles = None if config.bundles is None else BundleFolder(config.bundles)
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """The incidents that are remembered, oldest first."""
+        return self._book.incidents()
+
+    def take(
+        self, rows: Sequence[Sequence[int]], *, reports: Sequence[ViolationReport], total: int
+    ) -> tuple[Incident, ...]:
+        """Take in what was drained; return the incidents it belongs to. Whatever goes wrong here is logged, not raised.
+
+        Args:
+            rows: violation rows, as many as the ring had room for.
+            reports: those of them that are written out.
+            total: violations.
+        """
+        try:
+            return self._take(rows, reports, total)
+        except Exception:
+            logger.exception("kv-canary: grouping the reports failed; here they are one by one")
+            for report in reports:
+                logger.error("kv-canary: %s", report.sentence)
+            return ()
+
+    def _take(
+        self, rows: Sequence[Sequence[int]], reports: Sequence[ViolationReport], total: int
+    ) -> tuple[Incident, ...]:
+        news = self._book.take(rows)
+        incidents = tuple(self._book.incident(number) for number in news if self._book.knows(number))
+        new = [i for i in incidents if news[i.number] == "new"]
+        for incident in new[: self._config.max_reports_per_step]:
+            self._limit.admit(incident.number)
+            logger.error("kv-canary: %s", incident.sentence)
+        untold = sum(what == "new" for what in news.values()) - min(len(new), self._config.max_reports_per_step)
+        if untold:
+            self._log("incidents", f"{untold} more incidents are not written out")
+        for incident in incidents:
+            if news[incident.number] != "new":
+                self._log(incident.number, goes_on(incident))
+        if total > len(reports):
+            self._log("violations", f"{total - len(reports)} more violations are not written out one by one")
+        for i, incident in enumerate(new):
+            saving = self._bundles is not None and not self._bundles.is_full
+            if saving or i < MOST_LOOKS:
+                self._look(incident, rows, saving=saving)
+        return tuple(self._book.incident(i.number) for i in incidents)
+
+    def _log(self, key: int | str, text: str) -> None:
+        """Log a line, unless one of this key was logged just now."""
+        line = self._limit.line(key, text)
+        if line is not None:
+            logger.error("kv-canary: %s", line)
+
+    def _look(self, incident: Incident, rows: Sequence[Sequence[int]], *, saving: bool) -> None:
+        """Look around an incident and save it; what goes wrong is logged and goes no further."""
+        number = incident.number
+        timeline = None
+        try:
+            timeline = self._surroundings(incident, TIMELINE_SIDE if saving else SIDE)
+            self._book.attach(number, _near(timeline, incident))
+        except Exception:
+            logger.exception("kv-canary: looking around incident %d failed; the canary goes on", number)
+        if not saving or self._bundles is None:
+            return
+        try:
+            path = self._bundles.save(self._bundle(self._book.incident(number), rows, timeline))
+            logger.warning("kv-canary: incident %d is saved: kv-canary report %s", number, path)
+            if self._bundles.is_full:
+                logger.warning("kv-canary: %d bundles are saved, no more will be", MOST_BUNDLES)
+        except Exception:
+            logger.exception("kv-canary: incident %d could not be saved; the canary goes on", number)
+
+    def _bundle(self, incident: Incident, rows: Sequence[Sequence[int]], timeline: Neighbourhood | None) -> Bundle:
+        positions, steps = (*incident.positions, *incident.followers), (incident.first_step, incident.last_step)
+        mine = [
+            words
+            for words in rows
+            if Tag(words[0]).name in incident.tags and _within(words[12], [steps]) and _within(words[4], positions)
+        ][:MOST_ROWS]
+        return Bundle(
+            written=utc_now(),
+            incident=incident,
+            reports=tuple(self._decoder.decode(words) for words in mine),
+            rows=tuple(tuple(words) for words in mine),
+            timeline=timeline,
+            config={f.name: _plain(getattr(self._config, f.name)) for f in dataclasses.fields(self._config)},
+            versions=versions(),
+            summary=self._summary(),
+        )
+
+    def _surroundings(self, incident: Incident, side: int) -> Neighbourhood | None:
+        """Return what lies around an incident now, or None where no table tells."""
+        first, newest = incident.first, self._steps[-1].number if self._steps else 0
+        tag = Tag[first.tag]
+        start, end = incident.positions[0]
+        looker = Looker(
+            backend=select_backend(self._config.backend, self._decoder.groups_of(tag)[0].pool.records.device),
+            track_lifetime=self._config.track_lifetime,
+            name_of_owner=self._decoder.name_of_owner,
+        )
+        if not first.row:
+            pool = self._decoder.groups_of(tag)[0]
+            rows = looker.slots(pool, tag, within=range(first.slot - side, first.slot + side + 1))
+            return Neighbourhood(as_of_step=newest, request=None, group=pool.name, moved=False, rows=rows)
+        found = self._find(first.step, first.row)
+        group = None if found is None else self._group(tag, first, found[0])
+        if found is None or group is None:
+            return None
+        step, request = found
+        extended = 0 if step.broken else request.extend_len
+        within = range(start - side, min(end, start + 2 * SIDE) + side + 1)
+        rows = looker.positions(
+            group, tag, step.tables[group.name], request, within=within, written=request.prefix_len + extended
+        )
+        here = next((r.slot for r in rows if r.position == first.position), first.slot)
+        return Neighbourhood(
+            as_of_step=newest, request=request.request_id, group=group.name, moved=here != first.slot, rows=rows
+        )
+
+    def _find(self, number: int, row: int) -> tuple[StepRecord, ForwardRequest] | None:
+        """Return the latest step with the request that ran in this row at step `number`, and how it ran there."""
+        then = next((s.requests.get(row) for s in self._steps if s.number == number), None)
+        if then is None:
+            return None
+        for step in reversed(self._steps):
+            request = step.requests.get(row)
+            if request is not None and request.owner == then.owner and step.tables:
+                return step, request
+        return None
+
+    def _group(self, tag: Tag, first: ViolationReport, step: StepRecord) -> BufferGroup | None:
+        """Return the group of a report: where several share its tag, the one whose table names the slot."""
+        groups = [g for g in self._decoder.groups_of(tag) if g.name in step.tables]
+        for group in groups:
+            table = step.tables[group.name]
+            inside = first.row < table.shape[0] and 0 <= first.position < table.shape[1]
+            if inside and slots_of(group, table[first.row], first.position, first.position + 1) == [first.slot]:
+                return group
+        return groups[0] if groups else None
+
+    def _arrived(self, number: int, row: int) -> int | None:
+        """Return the first step of the request in `row`; None where it may have come before any that is remembered."""
+        then = next((s.requests.get(row) for s in self._steps if s.number == number), None)
+        if then is None:
+            return None
+        came = next((s.number for s in self._steps if (r := s.requests.get(row)) and r.owner == then.owner), None)
+        return came if came != self._steps[0].number or came == 1 else None
+
+
+def _near(timeline: Neighbourhood | None, incident: Incident) -> Neighbourhood | None:
+    """Return the part of a timeline that is near an incident."""
+    if timeline is None:
+        return None
+    start, end = incident.positions[0]
+    wanted = range(start - SIDE, min(end, start + 2 * SIDE) + SIDE + 1)
+    if timeline.request is None:
+        wanted = range(incident.first.slot - SIDE, incident.first.slot + SIDE + 1)
+        return dataclasses.replace(timeline, rows=tuple(r for r in timeline.rows if r.slot in wanted))
+    return dataclasses.replace(timeline, rows=tuple(r for r in timeline.rows if r.position in wanted))
+
+
+def _within(number: int, parts: Sequence[tuple[int, int]]) -> bool:
+    return any(first <= number <= last for first, last in parts)
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

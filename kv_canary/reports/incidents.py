@@ -1,0 +1,292 @@
+"""Incidents: one cause, told once, however many violations it makes and however long it goes on."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from kv_canary.constants import Reason, Tag
+from kv_canary.reports.causes import Circumstances, cause_of_many
+from kv_canary.reports.decode import Decoder, by_whom, details, is_write, reason_names
+from kv_canary.reports.members import CONTENT, Cluster, Kind, Member, clusters_of
+from kv_canary.reports.neighbourhood import Neighbourhood
+from kv_canary.reports.report import ViolationReport, printable
+
+# Incidents that are remembered; beyond that, the one not seen for longest is forgotten, and would be new again.
+MOST_REMEMBERED = 128
+# Other slots of the same request and kind belong to an incident that was seen at most so many steps ago: a strided
+# canary takes that many steps to come round.
+GROWS_WITHIN = 64
+
+Ranges = tuple[tuple[int, int], ...]
+News = Literal["new", "grows", "again"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """Violations that have one cause, as far as they have been found.
+
+    Args:
+        number: its number in this run; the first is 1.
+        group: name of the buffer group.
+        tags: the launches that found it.
+        reasons: what was found.
+        requests: who reads or writes there; none where only a sweep has found it.
+        writer: who wrote the records that were found, or holds the slot that is written; None where it does not matter.
+        positions: (first, last) of every run of positions.
+        slots: likewise.
+        followers: positions whose chain breaks only because one of `positions` stands before them.
+        first_step, last_step: when it was found.
+        count: violations.
+        first: the report of the first of them.
+        cause: the likely one.
+        sentence: all of it in one line.
+        neighbourhood: what lies around it; None where that could not be had.
+    """
+
+    number: int
+    group: str
+    tags: tuple[str, ...]
+    reasons: tuple[str, ...]
+    requests: tuple[str, ...]
+    writer: str | None
+    positions: Ranges
+    slots: Ranges
+    followers: Ranges
+    first_step: int
+    last_step: int
+    count: int
+    first: ViolationReport
+    cause: str
+    sentence: str
+    neighbourhood: Neighbourhood | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the incident as JSON-ready values."""
+        return asdict(self)
+
+
+@dataclass(kw_only=True)
+class _Open:
+    """An incident that may go on."""
+
+    number: int
+    kind: Kind
+    leading: Member
+    group: str
+    first: ViolationReport
+    cause: str
+    first_step: int
+    last_step: int
+    count: int = 0
+    reasons: Reason = field(default_factory=lambda: Reason(0))
+    tags: set[Tag] = field(default_factory=set)
+    requests: dict[str, None] = field(default_factory=dict)
+    positions: set[int] = field(default_factory=set)
+    slots: set[int] = field(default_factory=set)
+    followers: set[int] = field(default_factory=set)
+    damages: set[int] = field(default_factory=set)
+    neighbourhood: Neighbourhood | None = None
+
+
+class IncidentBook:
+    """Groups violation rows into incidents, and knows again those that it has seen.
+
+    Args:
+        decoder: gives reports, names and groups.
+        arrived: (step, row) -> the first step of the request in that row, as far as it is remembered.
+    """
+
+    def __init__(self, decoder: Decoder, *, arrived: Callable[[int, int], int | None]) -> None:
+        self._decoder = decoder
+        self._arrived = arrived
+        self._open: OrderedDict[int, _Open] = OrderedDict()
+        self._last = 0
+
+    def take(self, rows: Iterable[Sequence[int]]) -> dict[int, News]:
+        """Take in violation rows; return the numbers of the incidents they belong to, and what is new of each.
+
+        "new": not seen before; "grows": found in more slots; "again": found where it was found before.
+        """
+        steps: dict[int, list[Sequence[int]]] = {}
+        for words in rows:
+            steps.setdefault(words[12], []).append(words)
+        news: dict[int, News] = {}
+        for step in sorted(steps):
+            # The ring's order is free on a GPU. HEAD leads, and sweeps, whose row is 0, come last.
+            ordered = sorted(steps[step], key=lambda w: (w[3] == 0, w[3], w[4], w[0], w[2]))
+            for cluster in clusters_of(ordered):
+                opened, fresh = self._place(cluster, step)
+                before = news.get(opened.number)
+                if before is None or (before == "again" and fresh != "again"):
+                    news[opened.number] = fresh
+        return news
+
+    def incident(self, number: int) -> Incident:
+        """Return the incident of this number as it stands; KeyError where it is forgotten."""
+        opened = self._open[number]
+        positions, slots, followers = (ranges(s) for s in (opened.positions, opened.slots, opened.followers))
+        record = opened.first.record
+        return Incident(
+            number=number,
+            group=opened.group,
+            tags=tuple(t.name for t in sorted(opened.tags)),
+            reasons=reason_names(opened.reasons),
+            requests=tuple(opened.requests),
+            writer=by_whom(record) if opened.kind[2] >= 0 and record is not None else None,
+            positions=positions,
+            slots=slots,
+            followers=followers,
+            first_step=opened.first_step,
+            last_step=opened.last_step,
+            count=opened.count,
+            first=opened.first,
+            cause=opened.cause,
+            sentence=_sentence(opened, positions, slots, followers),
+            neighbourhood=opened.neighbourhood,
+        )
+
+    def knows(self, number: int) -> bool:
+        """Whether an incident is remembered."""
+        return number in self._open
+
+    def incidents(self) -> list[Incident]:
+        """Return every incident that is remembered, oldest first."""
+        return [self.incident(number) for number in sorted(self._open)]
+
+    def attach(self, number: int, neighbourhood: Neighbourhood | None) -> None:
+        """Keep what lies around an incident."""
+        self._open[number].neighbourhood = neighbourhood
+
+    def _place(self, cluster: Cluster, step: int) -> tuple[_Open, News]:
+        """Put a cluster into the incident that it belongs to, or make one."""
+        damages = {m.damage for m in cluster.members}
+        name = self._name(cluster.row, step)
+        known = next((o for o in self._open.values() if o.damages & damages), None)
+        opened = known or self._grown(cluster, name, step)
+        fresh: News = "new" if opened is None else "again" if damages <= opened.damages else "grows"
+        if opened is None:
+            opened = self._begin(cluster, step)
+        follows = fresh != "new" and _is_behind(cluster, opened)
+        opened.last_step = step
+        opened.count += cluster.count
+        if name is not None:
+            opened.requests[name] = None
+        for members, places in (
+            (cluster.members, opened.followers if follows else opened.positions),
+            (cluster.followers, opened.followers),
+        ):
+            for m in members:
+                opened.reasons |= m.reasons
+                opened.tags.update(m.tags)
+                places.add(m.position)
+        if not follows:
+            opened.slots.update(m.slot for m in cluster.members)
+        opened.damages |= damages | {m.damage for m in cluster.followers}
+        self._open.move_to_end(opened.number)
+        if len(self._open) > MOST_REMEMBERED:
+            self._open.popitem(last=False)
+        return opened, fresh
+
+    def _begin(self, cluster: Cluster, step: int) -> _Open:
+        leading = cluster.members[0]
+        groups = self._decoder.groups_of(leading.words[0])
+        first = self._decoder.decode(leading.words)
+        slots = {m.slot for m in cluster.members}
+        overwritten = next(
+            (
+                (o.last_step, o.number)
+                for o in reversed(self._open.values())
+                if o.kind[0] == cluster.kind[0] and o.kind[1] & Reason.OVERWRITE and o.slots & slots
+            ),
+            None,
+        )
+        around = Circumstances(group=groups[0], arrived=self._arrived(step, leading.row), overwritten=overwritten)
+        self._last += 1
+        self._open[self._last] = opened = _Open(
+            number=self._last,
+            kind=cluster.kind,
+            leading=leading,
+            group=first.group,
+            first=first,
+            cause=cause_of_many(cluster.members, first, around),
+            first_step=step,
+            last_step=step,
+        )
+        return opened
+
+    def _grown(self, cluster: Cluster, name: str | None, step: int) -> _Open | None:
+        """Return the incident that the cluster is more of: the same request and kind, or a chain broken behind it."""
+        for opened in reversed(self._open.values()):
+            if step - opened.last_step > GROWS_WITHIN or opened.kind[0] != cluster.kind[0]:
+                continue
+            theirs = name in opened.requests if name is not None else not opened.requests
+            if theirs and (opened.kind == cluster.kind or _is_behind(cluster, opened)):
+                return opened
+        return None
+
+    def _name(self, row: int, step: int) -> str | None:
+        """Return how sentences call the request in a row; None for a sweep."""
+        return (self._decoder.name_of_row(step, row) or f"row {row}") if row else None
+
+
+def _is_behind(cluster: Cluster, opened: _Open) -> bool:
+    """Whether nothing is wrong with a cluster but the chain, right behind a wrong entry of an incident."""
+    leading = cluster.members[0]
+    after = leading.words[13] in opened.slots and leading.position - 1 in opened.positions
+    return leading.reasons == Reason.CHAIN and after and bool(opened.kind[1] & CONTENT)
+
+
+def ranges(numbers: Iterable[int]) -> Ranges:
+    """Return (first, last) of every run of consecutive numbers."""
+    result: list[tuple[int, int]] = []
+    for n in sorted(numbers):
+        if result and n == result[-1][1] + 1:
+            result[-1] = (result[-1][0], n)
+        else:
+            result.append((n, n))
+    return tuple(result)
+
+
+def ranges_text(noun: str, parts: Ranges, *, most: int = 8) -> str:
+    """Return "position 3", or "positions 16 to 31, 40"; beyond `most` runs, how many more there are."""
+    runs = [str(a) if a == b else f"{a} to {b}" for a, b in parts[:most]]
+    more = f" and {len(parts) - most} runs more" if len(parts) > most else ""
+    many = len(parts) > 1 or any(a != b for a, b in parts)
+    return f"{noun}{'s' if many else ''} {', '.join(runs)}{more}"
+
+
+def goes_on(incident: Incident) -> str:
+    """Return the line that tells of an incident that was told before."""
+    text = f"incident {incident.number} goes on: {incident.count} violations in steps {incident.first_step} to "
+    text += f"{incident.last_step}, {ranges_text('position', incident.positions)} of {incident.group}"
+    return f"{text}: {' + '.join(incident.reasons)}. Likely: {incident.cause}."
+
+
+def requests_text(names: Sequence[str], *, most: int = 4) -> str:
+    """Return "request a", "requests a, b", "the sweep" where there is none."""
+    if not names:
+        return "the sweep"
+    if len(names) == 1:
+        return names[0] if names[0].startswith("row ") else f"request {printable(names[0])}"
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"requests {', '.join(map(printable, names[:most]))}{more}"
+
+
+def _sentence(opened: _Open, positions: Ranges, slots: Ranges, followers: Ranges) -> str:
+    first = opened.first
+    writing = is_write(opened.leading.words)
+    names = list(opened.requests)
+    verb = "write" if writing else "read"
+    text = f"incident {opened.number}: step {opened.first_step} {' + '.join(t.name for t in sorted(opened.tags))}: "
+    text += f"{requests_text(names)} {verb}{'s' if len(names) < 2 else ''} {ranges_text('position', positions)} in "
+    text += f"{ranges_text('slot', slots)} of {opened.group}: {' + '.join(reason_names(opened.reasons))}"
+    text += f" ({opened.count} violations)." if opened.count > 1 else "."
+    if followers:
+        text += f" Behind it the chain breaks at {ranges_text('position', followers)}."
+    told = details(vars(first), writing)
+    if len(opened.positions) > 1 and told:
+        text += f" At position {first.position}:"
+    return f"{text}{told} Likely: {opened.cause}."

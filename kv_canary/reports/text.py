@@ -1,0 +1,98 @@
+"""A bundle in a terminal."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kv_canary.reports.bundle import Bundle
+from kv_canary.reports.incidents import Incident, ranges_text, requests_text
+from kv_canary.reports.neighbourhood import Neighbour, Neighbourhood
+from kv_canary.reports.report import printable
+
+# Violations that are shown one by one.
+MOST_SENTENCES = 4
+
+
+def show(bundle: Bundle, console: Console) -> None:
+    """Print what a bundle says."""
+    incident = bundle.incident
+    console.print(Text(printable(incident.sentence), style="bold"))
+    console.print(_facts(bundle))
+    if incident.neighbourhood is not None and incident.neighbourhood.rows:
+        console.print(neighbourhood_table(incident.neighbourhood, incident))
+    if len(bundle.reports) > 1:
+        shown = bundle.reports[:MOST_SENTENCES]
+        console.print(Text(f"The first {len(shown)} of {incident.count} violations; --json has {len(bundle.reports)}:"))
+        for report in shown:
+            console.print(Text(f"  {printable(report.sentence)}"))
+
+
+def neighbourhood_table(around: Neighbourhood, incident: Incident) -> Table:
+    """Return what lies around a fault, the fault itself in bold."""
+    title = f"Around it, as of step {around.as_of_step}" + (
+        "; the table has changed since it was found" if around.moved else ""
+    )
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("position", "slot", "holds token", "of position", "expected", "written by", "at step", "verdict"):
+        words = column in ("written by", "verdict")
+        table.add_column(column, justify="left" if words else "right", overflow="fold", no_wrap=column == "position")
+    for row in around.rows:
+        style = "bold" if is_faulty(row, around, incident) else ""
+        table.add_row(*(Text(cell, style=style) for cell in cells(row)[:-1]), verdict_text(row))
+    return table
+
+
+def is_faulty(row: Neighbour, around: Neighbourhood, incident: Incident) -> bool:
+    """Whether a row of the neighbourhood is one of the incident's own."""
+    number, parts = (row.slot, incident.slots) if around.request is None else (row.position, incident.positions)
+    return any(first <= number <= last for first, last in parts)
+
+
+def cells(row: Neighbour) -> list[str]:
+    """Return the words of a neighbour: position, slot, token, its position, expected token, writer, step, verdict."""
+    numbers = (row.position, row.slot, row.token, row.stored_position, row.expected_token)
+    by = printable(row.writer) if row.writer else f"owner {row.owner}" if row.owner else ""
+    written = row.token is not None
+    return [
+        *("" if n is None else str(n) for n in numbers),
+        f"{by} (freed)" if row.retired else by,
+        str(row.step) if written else "",
+        " + ".join(row.verdict) or "ok",
+    ]
+
+
+def verdict_text(row: Neighbour) -> Text:
+    """Return a neighbour's verdict in its colour."""
+    text = cells(row)[-1]
+    return Text(text, style="green" if text == "ok" else "dim" if text == "LEFT_WINDOW" else "bold red")
+
+
+def _facts(bundle: Bundle) -> Table:
+    incident = bundle.incident
+    table = Table(show_header=False, box=None, pad_edge=False)
+    steps = (
+        f"{incident.first_step}"
+        if incident.first_step == incident.last_step
+        else (f"{incident.first_step} to {incident.last_step}")
+    )
+    known = {k: v for k, v in bundle.versions.items() if v is not None}
+    for name, value in (
+        ("who", requests_text(incident.requests)),
+        ("where", f"{ranges_text('position', incident.positions)}; {ranges_text('slot', incident.slots)}"),
+        ("group", incident.group),
+        ("reasons", " + ".join(incident.reasons)),
+        ("found by", " + ".join(incident.tags)),
+        ("written by", incident.writer or ""),
+        ("steps", steps),
+        ("violations", str(incident.count)),
+        ("likely", incident.cause),
+        ("saved", bundle.written),
+        ("status", str(bundle.summary.get("status", ""))),
+        ("versions", ", ".join(f"{k} {v}" for k, v in known.items())),
+    ):
+        if value:
+            table.add_row(Text(name, style="dim"), Text(printable(value)))
+    return table

@@ -1,0 +1,21 @@
+"""Which versions are installed here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+
+PACKAGES = ("kv-canary", "torch", "triton", "transformers", "sglang", "vllm")
+
+
+def versions() -> dict[str, str | None]:
+    """Return the version of Python and of every package that matters, None where it is not installed; imports none."""
+    return {"python": platform.python_version()} | {name: installed(name) for name in PACKAGES}
+
+
+def installed(package: str) -> str | None:
+    """Return the version of a package, or None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
