@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kv_canary.forward import ForwardBatch, SingleForwardManager
+    from kv_canary.ranks import RankReport
     from kv_canary.reports import ViolationReport
 
 
@@ -17,21 +18,32 @@ class StepFacts:
 
     Args:
         step: its number.
+        status: of the canary as of this step, as in `CanarySummary`.
         requests: how many it served.
         relied_on: cached positions that its forwards were about to read.
         verified: those of them that were checked before.
         counters: (launches, entries) by tag, since the beginning.
         statuses: (group, status bits) of its plans that were incomplete.
         missing: launches that it should have made and did not, by the name of the tag.
+        violations: all that were found so far, those of the same drain included.
+        found: those of them whose details fit the ring, by (group, reason), 0 where there are none; one of
+            two reasons counts under each.
+        discarded: found so far in rows whose result the engine threw away.
+        stride: how many steps a cached position waits for its turn at most.
     """
 
     step: int
+    status: str
     requests: int
     relied_on: int
     verified: int
     counters: tuple[tuple[int, ...], ...]
     statuses: tuple[tuple[str, int], ...]
     missing: Mapping[str, int]
+    violations: int
+    found: Mapping[tuple[str, str], int]
+    discarded: int
+    stride: int
 
 
 class Observer:
@@ -40,8 +52,14 @@ class Observer:
     def on_forward(self, forward: SingleForwardManager, batch: ForwardBatch) -> None:
         """Called behind every forward, on its stream and outside any graph; must not wait for the device."""
 
-    def on_step(self, facts: StepFacts) -> None:
-        """Called once for every step, when its words have arrived: one step late, or more."""
-
     def on_report(self, report: ViolationReport) -> None:
         """Called with every violation that is written out."""
+
+    def on_step(self, facts: StepFacts) -> None:
+        """Called once for every step, when its words have arrived: one step late, or more, behind its reports."""
+
+    def on_ranks(self, report: RankReport) -> None:
+        """Called with every difference between ranks, on each of them."""
+
+    def close(self) -> None:
+        """Called once when the canary is closed: give back files, ports and the like. News may still come later."""

@@ -1,0 +1,188 @@
+"""The event log: one JSON object a line, appended to a file that several processes may share."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kv_canary.config import CanaryConfig
+from kv_canary.errors import must_be
+from kv_canary.observers.base import Observer, StepFacts
+from kv_canary.observers.overflow import names_of
+from kv_canary.ratelimit import RateLimit
+
+if TYPE_CHECKING:
+    from kv_canary.ranks import RankReport
+    from kv_canary.reports import ViolationReport
+
+logger = logging.getLogger("kv_canary")
+
+# Where the file would grow beyond this, it is renamed to `<name>.1`, over an older one of that name.
+MOST_BYTES = 64 << 20
+# How long a line waits for other processes' lines at most: one that hangs must not stop this one.
+_PATIENCE = 0.1
+
+
+class EventLog(Observer):
+    """Appends what happens to a file: `start`, `status`, `report`, `ranks`, `overflow`, `missing`, `lost`, `stop`.
+
+    Every object has `time` (ISO 8601, UTC), `pid` and `event`; docs/metrics.md has the rest. Nothing is held open, so
+    that the file can be moved away at any time. A line that cannot be written whole is not written at all; how many
+    were lost is said in the log, and in the file once it can be written again.
+
+    Args:
+        path: of the file.
+        config: of the canary, for `start`.
+        most_bytes: of the file; what was before is kept in one older file of at most this size.
+        limit: of `overflow` and `missing` by kind, and of complaints in the log.
+        now: the time.
+
+    Raises:
+        ValueError: the file cannot be appended to.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        config: CanaryConfig,
+        most_bytes: int = MOST_BYTES,
+        limit: RateLimit | None = None,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        from kv_canary import __version__
+
+        self._path, self._most_bytes = path.absolute(), most_bytes
+        self._limit = limit or RateLimit()
+        self._now = now
+        self._lost = 0
+        self._status = "disabled"
+        self._steps = self._violations = 0
+        settings = dataclasses.asdict(config)
+        try:
+            self._append(self._line("start", {"version": __version__, "config": settings}))
+        except OSError as error:
+            expected = "a file that can be appended to"
+            got = f"{path}: {error.strerror}"
+            raise ValueError(must_be("CanaryConfig", "event_log", expected, got)) from error
+
+    def on_report(self, report: ViolationReport) -> None:
+        self._write("report", step=report.step, report=report.as_dict())
+
+    def on_ranks(self, report: RankReport) -> None:
+        self._write("ranks", step=report.step, report=report.as_dict())
+
+    def on_step(self, facts: StepFacts) -> None:
+        self._steps, self._violations = facts.step, facts.violations
+        if facts.status != self._status:
+            before, self._status = self._status, facts.status
+            self._write("status", step=facts.step, before=before, status=facts.status)
+        for group, bits in facts.statuses:
+            held_back = self._limit.admit(("overflow", group, bits))
+            if held_back is not None:
+                counts = {"relied_on": facts.relied_on, "verified": facts.verified}
+                names = names_of(bits)
+                self._write("overflow", step=facts.step, group=group, bits=names, held_back=held_back, **counts)
+        if facts.missing:
+            held_back = self._limit.admit(("missing", *sorted(facts.missing)))
+            if held_back is not None:
+                self._write("missing", step=facts.step, launches=dict(facts.missing), held_back=held_back)
+
+    def close(self) -> None:
+        self._write("stop", step=self._steps, violations=self._violations)
+
+    def _write(self, event: str, **facts: Any) -> None:
+        """Append an event; where that fails, count it and go on."""
+        try:
+            if self._lost:
+                self._append(self._line("lost", {"events": self._lost}))
+                self._lost = 0
+            self._append(self._line(event, facts))
+        except OSError as error:
+            self._lost += 1
+            line = self._limit.line(
+                "failed",
+                f"kv-canary: the event log {self._path} could not be written: {error.strerror}; "
+                f"events lost so far: {self._lost}",
+            )
+            if line is not None:
+                logger.error("%s", line)
+
+    def _line(self, event: str, facts: dict[str, Any]) -> bytes:
+        stamp = self._now().astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        return json.dumps({"time": stamp, "pid": os.getpid(), "event": event, **facts}, default=str).encode() + b"\n"
+
+    def _append(self, line: bytes) -> None:
+        """Append a line whole, or leave the file as it was.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        with _locked(self._path) as descriptor:
+            size = os.fstat(descriptor).st_size
+            if not size or size + len(line) <= self._most_bytes:
+                _append_whole(descriptor, line, size)
+                return
+            os.replace(self._path, f"{self._path}.1")
+            with _locked(self._path) as fresh:
+                _append_whole(fresh, line, os.fstat(fresh).st_size)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """Open the file to append to, and keep other processes from doing so inside the block.
+
+    Raises:
+        OSError: it cannot be opened, or another process has kept it for too long.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            _lock(descriptor)
+            # While this one waited, another may have renamed the file.
+            if _is_at(descriptor, path):
+                yield descriptor
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.001)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _append_whole(descriptor: int, line: bytes, size: int) -> None:
+    # A process that was killed in the middle of a line leaves half of one: the next begins a line of its own.
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        line = b"\n" + line
+    try:
+        # Where a part of it fits, the second call says why the rest does not.
+        while line:
+            line = line[os.write(descriptor, line) :]
+    except BaseException:
+        os.ftruncate(descriptor, size)
+        raise
