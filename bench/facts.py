@@ -1,0 +1,47 @@
+"""What every result says of where it was measured."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def facts(device: torch.device | str, *, commit: str | None = None) -> dict[str, Any]:
+    """Return device, versions and commit, JSON-ready.
+
+    Args:
+        device: that was measured on.
+        commit: what was measured; None: what git says of the checkout, or "unknown" where it is none.
+    """
+    device = torch.device(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+    return {
+        "device": name,
+        "versions": {
+            "kv-canary": _version("kv-canary"),
+            "python": platform.python_version(),
+            **{package: _version(package) for package in ("torch", "triton", "transformers", "numpy")},
+        },
+        "commit": commit or _commit(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
