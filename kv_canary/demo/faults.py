@@ -2,24 +2,26 @@
 
 A fault waits for a moment at which it can happen (a request with enough cached, another one beside it), is planted
 right before a forward, and must be found by that very forward, at the slots it was planted in.
+
+Flipped bits are what `KV_CANARY_PERTURB_MODE=real_kv_used` injects into any engine. The others need more than the
+canary knows: they are done to the engine's own block tables, allocator and inputs.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-import torch
 
 from kv_canary.constants import Reason
 from kv_canary.demo.serving import Hooks
 from kv_canary.engines.transformers import TransformersCanary
 from kv_canary.engines.transformers_layouts import BlockLayout, Layout
+from kv_canary.perturb import PerturbConfig, Perturber, bytes_of
+from kv_canary.perturb.config import Half
 from kv_canary.pools import KvPool
 from kv_canary.reports import ViolationReport
-from kv_canary.specs.structures import KvSource
 
 # Forwards before the first fault: enough for a mix of prefills and decodes.
 WARM_UP_STEPS = 6
@@ -44,15 +46,6 @@ class Scene:
     requests: list[Request]
     rng: random.Random
 
-    def cached_slots(self, group: int, request: Request) -> list[tuple[int, int]]:
-        """Return (position, record slot) of every cached position that the request reads in a group."""
-        window = self.layout.groups[group].window
-        n = min(request.past, window) if window else request.past
-        allocator = _allocators(self.layout)[group]
-        indices = allocator.get_read_indices(request.request_id, request.past, 0)[:n]
-        slots = self.layout.to_slots(group, torch.tensor(indices, dtype=torch.int64)).tolist()
-        return list(zip(range(request.past - n, request.past), slots, strict=True))
-
     def full_group(self) -> int:
         """Return the group with full attention."""
         return next(g for g, group in enumerate(self.layout.groups) if not group.window)
@@ -76,14 +69,16 @@ class Fault:
         name: short name.
         doc: what goes wrong.
         expected: any of these reasons is the right finding.
-        in_tables: planted before the batch's index tensors are made, else right before the forward.
         plant: plants it if the moment is right, and returns the slots and a description, and what to undo.
+        perturb: where there is no `plant`: what the canary itself is to inject, given where the engine keeps what.
+        in_tables: planted before the batch's index tensors are made, else right before the forward.
     """
 
     name: str
     doc: str
     expected: Reason
-    plant: Callable[[Scene, dict[str, Any]], tuple[set[int], str, Callable[[], None] | None] | None]
+    plant: Callable[[Scene, dict[str, Any]], tuple[set[int], str, Callable[[], None] | None] | None] | None = None
+    perturb: Callable[[Layout], PerturbConfig] | None = None
     in_tables: bool = False
 
 
@@ -93,15 +88,29 @@ class Planter:
 
     fault: Fault
     seed: int = 0
-    planted: Planted | None = None
     _rng: random.Random = field(init=False)
+    _planted: Planted | None = None
+    _perturber: Perturber | None = None
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
 
+    @property
+    def planted(self) -> Planted | None:
+        """What was planted; None as long as nothing was."""
+        if self._perturber is None or not self._perturber.injections:
+            return self._planted
+        injection = self._perturber.injections[0]
+        return Planted(step=injection.step, slots=set(injection.slots), where=injection.where)
+
     def hooks(self) -> Hooks:
         """Return the hooks to serve with."""
-        return Hooks(before_tables=self._before_tables, before_forward=self._before_forward, done=self._done)
+        return Hooks(
+            started=self._started,
+            before_tables=self._before_tables,
+            before_forward=self._before_forward,
+            done=self._done,
+        )
 
     def findings(self, reports: Sequence[ViolationReport]) -> list[ViolationReport]:
         """Return the reports that found the fault: of an expected reason, at a planted slot, not before its step."""
@@ -110,6 +119,11 @@ class Planter:
         wanted = {r.name for r in Reason if r in self.fault.expected}
         step, slots = self.planted.step, self.planted.slots
         return [r for r in reports if r.step >= step and r.slot in slots and wanted & set(r.reasons)]
+
+    def _started(self, canary: TransformersCanary) -> None:
+        if self.fault.plant is None and self.fault.perturb is not None:
+            config = replace(self.fault.perturb(canary.layout), warm_up=WARM_UP_STEPS, seed=self.seed)
+            self._perturber = canary.manager.perturber = Perturber(config, canary.manager.groups)
 
     def _before_tables(
         self, canary: TransformersCanary, processor: Any, futures: Sequence[Any]
@@ -134,70 +148,47 @@ class Planter:
         batch_data: dict[str, Any],
     ) -> Callable[[], None] | None:
         step = canary.manager.step + 1
-        if self.planted is not None or step <= WARM_UP_STEPS:
+        plant = self.fault.plant
+        if plant is None or self._planted is not None or step <= WARM_UP_STEPS:
             return None
         requests = [
             Request(request_id=f.state.request_id, past=p, extend=f.query_length, index=i)
             for i, (f, p) in enumerate(zip(futures, past, strict=True))
         ]
         scene = Scene(layout=canary.layout, processor=processor, requests=requests, rng=self._rng)
-        result = self.fault.plant(scene, batch_data)
+        result = plant(scene, batch_data)
         if result is None:
             return None
         slots, where, undo = result
-        self.planted = Planted(step=step, slots=slots, where=where)
+        self._planted = Planted(step=step, slots=slots, where=where)
         return undo
 
     def _done(self, canary: TransformersCanary) -> bool:
-        return self.planted is not None and canary.manager.step > self.planted.step + 1
+        planted = self.planted
+        return planted is not None and canary.manager.step > planted.step + 1
 
 
 def _allocators(layout: Layout) -> list[Any]:
     return list(layout.managers if isinstance(layout, BlockLayout) else layout.cache.cache_allocators.values())
 
 
-def _bytes_of(source: KvSource, slot: int, layer: int) -> torch.Tensor:
-    """Return the bytes of a slot in a layer, as a view."""
-    row, offset = divmod(slot - source.slot_bias, source.page_size)
-    start = source.offset_bytes + offset * source.bytes_per_token
-    return source.layers[layer][row].reshape(-1).view(torch.uint8)[start : start + source.bytes_per_token]
+def _flip(half: Half, *, last_layer: bool) -> Callable[[Layout], PerturbConfig]:
+    def perturb(layout: Layout) -> PerturbConfig:
+        group, index = _model_layer(layout, last=last_layer)
+        return PerturbConfig(mode="real_kv_used", group=layout.groups[group].name, half=half, layer=index)
+
+    return perturb
 
 
-def _flip_byte(half: str, *, last_layer: bool) -> Callable[..., Any]:
-    def plant(scene: Scene, batch_data: dict[str, Any]) -> tuple[set[int], str, None] | None:
-        group, index, layer = _model_layer(scene, last=last_layer)
-        pool = scene.layout.groups[group].pool
-        source = pool.k_source if half == "K" else pool.v_source
-        if source is None:
-            return None
-        candidates = [
-            (r, position, slot)
-            for r in scene.requests
-            for position, slot in scene.cached_slots(group, r)
-            if source.coverage(position)[0] == index
-        ]
-        if not candidates:
-            return None
-        request, position, slot = scene.rng.choice(candidates)
-        _, start, end = source.coverage(position)
-        byte = scene.rng.randrange(start, end)
-        _bytes_of(source, slot, index)[byte] ^= 1 << scene.rng.randrange(8)
-        return {slot}, f"{half} of layer {layer}, byte {byte}, position {position} of {request.request_id}", None
-
-    return plant
-
-
-def _model_layer(scene: Scene, *, last: bool) -> tuple[int, int, int]:
-    """Return (group, index within the pool's sources, model layer) of the model's first or last layer."""
-    layout = scene.layout
+def _model_layer(layout: Layout, *, last: bool) -> tuple[int, int]:
+    """Return the group of the model's first or last layer, and the layer's place in the group's pool."""
     if isinstance(layout, BlockLayout):
         members = layout.cache.layer_index_to_group_indices
-        layer = max(members) if last else min(members)
-        group, index = members[layer]
-        return group, index, layer
+        group, index = members[max(members) if last else min(members)]
+        return group, index
     places = [(layer, g, i) for g, a in enumerate(_allocators(layout)) for i, layer in enumerate(a.layer_indices)]
-    layer, group, index = max(places) if last else min(places)
-    return group, index, layer
+    _, group, index = max(places) if last else min(places)
+    return group, index
 
 
 def _two_requests(scene: Scene, *, blocks: int) -> tuple[Request, Request] | None:
@@ -314,7 +305,7 @@ def _zero(pool: KvPool, slots: list[int]) -> None:
         if source is not None:
             for layer in range(len(source.layers)):
                 for slot in slots:
-                    _bytes_of(source, slot, layer).zero_()
+                    bytes_of(source, slot, layer).zero_()
 
 
 def _page(layout: Layout) -> int:
@@ -328,25 +319,25 @@ FAULTS: tuple[Fault, ...] = (
         name="k-first-layer",
         doc="a bit of K flips in a slot in use, in the first layer",
         expected=Reason.K,
-        plant=_flip_byte("K", last_layer=False),
+        perturb=_flip("K", last_layer=False),
     ),
     Fault(
         name="k-last-layer",
         doc="a bit of K flips in a slot in use, in the last layer",
         expected=Reason.K,
-        plant=_flip_byte("K", last_layer=True),
+        perturb=_flip("K", last_layer=True),
     ),
     Fault(
         name="v-first-layer",
         doc="a bit of V flips in a slot in use, in the first layer",
         expected=Reason.V,
-        plant=_flip_byte("V", last_layer=False),
+        perturb=_flip("V", last_layer=False),
     ),
     Fault(
         name="v-last-layer",
         doc="a bit of V flips in a slot in use, in the last layer",
         expected=Reason.V,
-        plant=_flip_byte("V", last_layer=True),
+        perturb=_flip("V", last_layer=True),
     ),
     Fault(
         name="table-entry",

@@ -17,13 +17,17 @@ from kv_canary.config import CanaryConfig
 from kv_canary.demo.traffic import Conversation
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.transformers import TransformersCanary, install
+from kv_canary.errors import must_be
 from kv_canary.reports import ViolationReport
 
 PAGE_SIZE = 16
 VOCABULARY = 256
 RESULT_TIMEOUT_S = 60.0
 
+# Those of the demo, and those that there are.
 MODELS = ("llama", "gemma3")
+ALL_MODELS = ("llama", "mistral", "gemma3", "gptoss")
+SLIDING_WINDOW = 24
 
 _SHAPE = {
     "vocab_size": VOCABULARY,
@@ -51,32 +55,48 @@ class Hooks:
     """What a run does to the engine between its own actions; each is called in the engine's loop.
 
     Args:
+        started: called with (canary) once the engine has its cache, before its first forward.
         before_tables: called with (canary, processor, requests) before a batch's index tensors are made; returns
             what to undo once they are.
         before_forward: called with (canary, processor, batch_data) before the canary verifies.
         done: whether the run may stop early.
     """
 
+    started: Callable[[TransformersCanary], None]
     before_tables: Callable[[TransformersCanary, Any, Sequence[Any]], Callable[[], None] | None]
     before_forward: Callable[[TransformersCanary, Any, dict[str, Any]], None]
     done: Callable[[TransformersCanary], bool]
 
 
 def tiny_model(name: str, *, device: str, seed: int = 0) -> Any:
-    """Return a tiny model with random weights: "llama" (full attention) or "gemma3" (full and sliding layers)."""
+    """Return a tiny model with random weights.
+
+    Args:
+        name: "llama" (full attention), "mistral" (sliding), "gemma3" or "gptoss" (full and sliding layers).
+        device: "cpu" or "cuda".
+        seed: of the weights.
+    """
     torch.manual_seed(seed)
+    sliding = {"head_dim": 16, "sliding_window": SLIDING_WINDOW}
     if name == "llama":
         config = transformers.LlamaConfig(num_hidden_layers=4, **_SHAPE)
-    else:
+    elif name == "mistral":
+        config = transformers.MistralConfig(num_hidden_layers=2, **sliding, **_SHAPE)
+    elif name == "gemma3":
+        layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
         config = transformers.Gemma3TextConfig(
-            num_hidden_layers=6,
-            head_dim=16,
-            sliding_window=24,
-            query_pre_attn_scalar=16,
-            layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-            **_SHAPE,
+            num_hidden_layers=6, query_pre_attn_scalar=16, layer_types=layers, **sliding, **_SHAPE
         )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    elif name == "gptoss":
+        layers = ["sliding_attention", "full_attention"] * 2
+        config = transformers.GptOssConfig(
+            num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2, layer_types=layers, **sliding, **_SHAPE
+        )
+    else:
+        raise ValueError(must_be("demo", "model", f"one of {', '.join(ALL_MODELS)}", repr(name)))
+    # GptOss has attention sinks, which SDPA has not.
+    attention = "eager" if name == "gptoss" else "sdpa"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.15)
@@ -108,9 +128,7 @@ def serve(
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     canary = install(model, config=config)
     patches = Patches()
-    manager = model.init_continuous_batching(
-        generation_config=generation, continuous_batching_config=_batching_config()
-    )
+    manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=batching_config())
     try:
         manager.warmup()
         if hooks is not None:
@@ -173,6 +191,8 @@ def _converse(
 
 
 def _watch(canary: TransformersCanary, processor: Any, hooks: Hooks, patches: Patches) -> None:
+    hooks.started(canary)
+
     def prepare(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         undo = hooks.before_tables(canary, processor, args[0] if args else kwargs["requests_in_batch"])
         try:
@@ -189,7 +209,8 @@ def _watch(canary: TransformersCanary, processor: Any, hooks: Hooks, patches: Pa
     patches.wrap(processor.model_runner, "compute_batch", compute)
 
 
-def _batching_config() -> ContinuousBatchingConfig:
+def batching_config(**overrides: Any) -> ContinuousBatchingConfig:
+    """Return the plainest configuration; managers change theirs, so each needs its own."""
     names = inspect.signature(ContinuousBatchingConfig).parameters
     options: dict[str, Any] = {
         "page_size" if "page_size" in names else "block_size": PAGE_SIZE,
@@ -200,6 +221,7 @@ def _batching_config() -> ContinuousBatchingConfig:
         "use_cuda_graph": False,
         "use_async_batching": False,
         "seed": 0,
+        **overrides,
     }
     if "auto_switch_to_flash" in names:
         options["auto_switch_to_flash"] = False

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from kv_canary.perturb.config import MODES, PerturbConfig
-from kv_canary.perturb.perturber import Injection, Perturber
+from kv_canary.perturb.config import MODES, Mode, PerturbConfig
+from kv_canary.perturb.perturber import Injection, Perturber, bytes_of
 from kv_canary.perturb.slots import ActiveSlot, collect_active_slots, pick_out_cache_loc_slot
 
 __all__ = [
     "MODES",
     "ActiveSlot",
     "Injection",
+    "Mode",
     "PerturbConfig",
     "Perturber",
+    "bytes_of",
     "collect_active_slots",
     "pick_out_cache_loc_slot",
 ]

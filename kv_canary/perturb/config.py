@@ -11,7 +11,11 @@ from kv_canary.config import ENVIRONMENT, read_settings
 from kv_canary.errors import must_be
 
 Mode = Literal["req_to_token", "real_kv_used", "real_kv_unused_cache", "real_kv_post_forward", "next_token_swap"]
-MODES: tuple[str, ...] = get_args(Mode)
+Half = Literal["", "K", "V"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+HALVES: tuple[str, ...] = get_args(Half)
+# Those that flip a bit of K or V.
+BYTE_MODES = frozenset({"real_kv_used", "real_kv_unused_cache", "real_kv_post_forward"})
 
 PREFIX = f"{ENVIRONMENT}PERTURB_"
 
@@ -23,18 +27,25 @@ class PerturbConfig:
     Args:
         mode: "req_to_token" swaps two entries of a request's table, for one forward; "real_kv_used" flips a bit of K or
             V in a slot that a request is about to read; "real_kv_unused_cache" in one that the prefix cache holds and
-            no request uses; "real_kv_post_forward" in one that was just written, behind TAIL; "next_token_swap" gives
-            two requests each other's next token.
+            no request of the forward uses; "real_kv_post_forward" in one that was just written, behind TAIL;
+            "next_token_swap" gives two requests each other's next token, for one forward.
         group: name of the group to damage; "" for any.
+        half: "K" or "V", where a bit is to flip; "" for either.
+        layer: where a bit is to flip, by its place in the group's pool; None for any.
         warm_up: steps before the first injection.
         every: steps between two injections.
         count: how many injections; 0: no end.
         covered_only: flip bits in bytes that are fingerprinted only.
         seed: of what is chosen.
+
+    Raises:
+        TypeError, ValueError: naming the setting, what it must be and what came.
     """
 
     mode: Mode
     group: str = ""
+    half: Half = ""
+    layer: int | None = None
     warm_up: int = 10
     every: int = 1
     count: int = 1
@@ -42,10 +53,14 @@ class PerturbConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(must_be("PerturbConfig", "mode", f"one of {', '.join(MODES)}", repr(self.mode)))
-        for name, low in (("warm_up", 0), ("every", 1), ("count", 0)):
+        for name, known in (("mode", MODES), ("half", HALVES)):
             value = getattr(self, name)
+            if value not in known:
+                raise ValueError(must_be("PerturbConfig", name, f"one of {', '.join(map(repr, known))}", repr(value)))
+        for name, low in (("layer", 0), ("warm_up", 0), ("every", 1), ("count", 0)):
+            value = getattr(self, name)
+            if name == "layer" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(must_be("PerturbConfig", name, "an int", repr(value)))
             if value < low:

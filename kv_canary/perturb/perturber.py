@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from kv_canary.constants import Reason, Tag
+from kv_canary.errors import must_be
 from kv_canary.forward import ForwardBatch
-from kv_canary.perturb.config import PerturbConfig
+from kv_canary.perturb.config import BYTE_MODES, PerturbConfig
 from kv_canary.perturb.slots import ActiveSlot, collect_active_slots, pick_out_cache_loc_slot
 from kv_canary.pools import BufferGroup
 from kv_canary.specs.structures import KvSource
@@ -22,11 +23,13 @@ from kv_canary.sweep import CachedSlots
 class Injection:
     """What was done, and how it must be found.
 
+    Other groups are hit as well where they read the same table, and all are where tokens are swapped.
+
     Args:
         step: of the forward that it was done before, or behind.
         group: name of the damaged group.
         slots: where it is.
-        reasons: each report of it names one of these or more, and the first of them names all that are certain.
+        reasons: what reports at these slots certainly name.
         tag: the launch site that finds it first.
         where: what was done, in words.
     """
@@ -42,52 +45,75 @@ class Injection:
 class Perturber:
     """Injects faults as a configuration says.
 
+    The tables, tokens and bytes that it changes are the engine's own. It reads them on the host, which waits for the
+    device, in those steps only in which an injection is due.
+
     Args:
         config: what and when.
         groups: those that there are.
 
     Raises:
-        ValueError: the configuration names a group that is not there.
+        ValueError: the configuration names a group that is not there, or bytes that no group has.
     """
 
     def __init__(self, config: PerturbConfig, groups: Sequence[BufferGroup]) -> None:
         known = {g.name: g for g in groups}
         if config.group and config.group not in known:
-            raise ValueError(f"kv-canary: PerturbConfig: group must be one of {', '.join(known)}, got {config.group!r}")
+            raise ValueError(must_be("PerturbConfig", "group", f"one of {', '.join(known)}", repr(config.group)))
         self.config = config
         self.groups = [known[config.group]] if config.group else list(groups)
+        if config.mode in BYTE_MODES:
+            self.groups = [g for g in self.groups if self._halves(g)]
+            if not self.groups:
+                got = f"group {config.group!r}, half {config.half!r}, layer {config.layer}"
+                raise ValueError(must_be("PerturbConfig", "group, half and layer", "bytes that there are", got))
         self.injections: list[Injection] = []
         self._rng = random.Random(config.seed)
         self._undo: list[Callable[[], None]] = []
 
-    def before(self, batch: ForwardBatch, *, step: int, cached: Sequence[CachedSlots] = ()) -> ForwardBatch:
-        """Inject what belongs before a forward; return the batch as the model is to get it.
+    def before(
+        self,
+        batch: ForwardBatch,
+        *,
+        step: int,
+        checks_inputs: bool = False,
+        cached: Callable[[], Sequence[CachedSlots]] = tuple,
+    ) -> None:
+        """Inject what belongs before a forward, once its tails are up to the prefix.
 
         Args:
             batch: the forward.
             step: its number.
-            cached: what the prefix cache holds, for "real_kv_unused_cache".
+            checks_inputs: whether it is known which tokens the model should be given.
+            cached: returns what the prefix cache holds; called for "real_kv_unused_cache".
         """
+        if self._undo and step != self.injections[-1].step:
+            # That forward was lost between its begin and its end.
+            self.restore()
         if not self._due(step):
-            return batch
+            return
+        groups = [g for g in self.groups if g.name in batch.tables]
         match self.config.mode:
             case "req_to_token":
-                self._swap_entries(batch, step)
+                self._swap_entries(batch, groups, step)
             case "real_kv_used":
-                self._flip(self._pick(collect_active_slots(batch, g) for g in self.groups), step, at_tail=False)
+                self._flip_one((a for g in groups for a in collect_active_slots(batch, g)), step)
             case "real_kv_unused_cache":
-                self._flip_idle(batch, cached, step)
+                self._flip_idle(batch, groups, cached(), step)
             case "next_token_swap":
-                return self._swap_tokens(batch, step)
-        return batch
+                self._swap_tokens(batch, groups, step, checks_inputs=checks_inputs)
 
-    def after(self, batch: ForwardBatch | None, *, step: int) -> None:
+    def after(self, batch: ForwardBatch, *, step: int) -> None:
         """Undo what was for one forward only; inject what belongs behind one, TAIL included."""
+        self.restore()
+        if self.config.mode == "real_kv_post_forward" and self._due(step):
+            written = [pick_out_cache_loc_slot(batch, g, self._rng) for g in self.groups if g.name in batch.out_slots]
+            self._flip_one((a for a in written if a is not None), step)
+
+    def restore(self) -> None:
+        """Undo what was for one forward only, because the forward is over or was given up."""
         while self._undo:
             self._undo.pop()()
-        if batch is not None and self.config.mode == "real_kv_post_forward" and self._due(step):
-            written = [pick_out_cache_loc_slot(batch, g, self._rng) for g in self.groups]
-            self._flip(self._pick([[slot for slot in written if slot is not None]]), step, at_tail=True)
 
     def _due(self, step: int) -> bool:
         config = self.config
@@ -95,105 +121,116 @@ class Perturber:
             return False
         return not self.injections or step >= self.injections[-1].step + config.every
 
-    def _pick(self, choices: object) -> ActiveSlot | None:
-        slots = [slot for part in choices for slot in part]  # type: ignore[attr-defined]
-        return self._rng.choice(slots) if slots else None
-
-    def _swap_entries(self, batch: ForwardBatch, step: int) -> None:
-        """Let two positions of a request name each other's slots, until the forward is over."""
-        group = self._rng.choice(self.groups)
-        by_request: dict[int, list[ActiveSlot]] = {}
-        for active in collect_active_slots(batch, group):
-            by_request.setdefault(active.request.row, []).append(active)
-        pairs = [slots for slots in by_request.values() if len({s.slot for s in slots}) > 1]
-        if not pairs:
+    def _swap_entries(self, batch: ForwardBatch, groups: Sequence[BufferGroup], step: int) -> None:
+        """Let two positions of a request name each other's slots."""
+        by_request: dict[tuple[str, int], list[ActiveSlot]] = {}
+        for group in groups:
+            for active in collect_active_slots(batch, group):
+                by_request.setdefault((group.name, active.request.row), []).append(active)
+        choices = [slots for slots in by_request.values() if len({s.slot for s in slots}) > 1]
+        if not choices:
             return
-        slots = self._rng.choice(pairs)
+        slots = self._rng.choice(choices)
         first = self._rng.choice(slots)
         second = self._rng.choice([s for s in slots if s.slot != first.slot])
-        holder = batch.tables[group.name][first.request.row]
+        group, request = first.group, first.request
+        holder = batch.tables[group.name][request.row]
         index = [first.position, second.position]
         if group.lut is not None:
-            # Its tables are another group's as well: the LUT is this one's alone.
-            index, holder = holder[index].tolist(), group.lut
+            # Its table is another group's as well: the LUT is this one's alone.
+            holder, index = group.lut, holder[index].tolist()
+        self._swap(holder, index)
+        where = f"positions {first.position} and {second.position} of {request.request_id} swapped"
+        self._note(group, {first.slot, second.slot}, Reason.POSITION, group.head_tag, step=step, where=where)
+
+    def _swap_tokens(
+        self, batch: ForwardBatch, groups: Sequence[BufferGroup], step: int, *, checks_inputs: bool
+    ) -> None:
+        """Give two requests each other's next token."""
+        if batch.input_ids is None or not groups:
+            return
+        ends = list(accumulate(r.extend_len for r in batch.requests))
+        ids = batch.input_ids.tolist()
+        last = [end - 1 for end, r in zip(ends, batch.requests, strict=True) if r.extend_len and r.prefix_len]
+        pairs = [(a, b) for i, a in enumerate(last) for b in last[i + 1 :] if ids[a] != ids[b]]
+        if not pairs:
+            return
+        pair = self._rng.choice(pairs)
+        self._swap(batch.input_ids, list(pair))
+        group = self._rng.choice(list(groups))
+        slots = set(batch.out_slots[group.name][list(pair)].tolist()) - {0}
+        # Else it shows when the next token follows: the record is not what the request's own tokens imply.
+        reason = Reason.WRITE_TOKEN if checks_inputs else Reason.PREFIX
+        tag = group.tail_tag if group.pool.head_records is None else group.head_tag
+        self._note(group, slots, reason, tag, step=step, where=f"tokens {pair[0]} and {pair[1]} of the forward swapped")
+
+    def _swap(self, holder: torch.Tensor, index: list[int]) -> None:
+        """Exchange two elements until the forward is over; what the engine has changed by then stays."""
         kept = holder[index].clone()
-        holder[index] = kept.flip(0)
+        swapped = kept.flip(0)
+        holder[index] = swapped
 
         def undo() -> None:
-            holder[index] = kept
+            now = holder[index]
+            holder[index] = torch.where(now == swapped, kept, now)
 
         self._undo.append(undo)
-        where = f"positions {first.position} and {second.position} of {first.request.request_id} swapped"
-        self._note(step, group, {first.slot, second.slot}, Reason.POSITION, at_tail=False, where=where)
 
-    def _swap_tokens(self, batch: ForwardBatch, step: int) -> ForwardBatch:
-        """Give two requests each other's next token."""
-        if batch.input_ids is None:
-            return batch
-        offsets = [0]
-        for request in batch.requests:
-            offsets.append(offsets[-1] + request.extend_len)
-        ids = batch.input_ids.clone()
-        ends = [offsets[i + 1] - 1 for i, r in enumerate(batch.requests) if r.extend_len and r.prefix_len]
-        pairs = [(a, b) for a in ends for b in ends if a < b and int(ids[a]) != int(ids[b])]
-        if not pairs:
-            return batch
-        a, b = self._rng.choice(pairs)
-        ids[[a, b]] = ids[[b, a]]
-        group = self._rng.choice(self.groups)
-        slots = {int(batch.out_slots[group.name][i]) for i in (a, b)} - {0}
-        where = f"tokens {a} and {b} of the forward swapped"
-        self._note(step, group, slots, Reason.WRITE_TOKEN, at_tail=True, where=where)
-        return dataclasses.replace(batch, input_ids=ids)
+    def _flip_one(self, choices: Iterable[ActiveSlot], step: int) -> None:
+        active = self._rng.choice([a for a in choices if self._halves(a.group, a.position)] or [None])
+        if active is not None:
+            group = active.group
+            # HEAD's own records have no bytes. What is damaged behind TAIL is seen in the next forward.
+            tag = group.head_tag if group.pool.head_records is None else group.tail_tag
+            self._flip_bit(group, active.slot, active.position, tag, step=step, whose=active.request.request_id)
 
-    def _flip_idle(self, batch: ForwardBatch, cached: Sequence[CachedSlots], step: int) -> None:
-        groups = {g.name: g for g in self.groups}
+    def _flip_idle(
+        self, batch: ForwardBatch, groups: Sequence[BufferGroup], cached: Sequence[CachedSlots], step: int
+    ) -> None:
+        known = {g.name: g for g in groups}
         idle = []
         for part in cached:
-            group = groups.get(part.group)
+            group = known.get(part.group)
             if group is None:
                 continue
             used = {s.slot for s in collect_active_slots(batch, group)} | set(batch.out_slots[group.name].tolist())
             found = zip(part.slots.tolist(), part.positions.tolist(), strict=True)
-            idle += [(group, slot, position) for slot, position in found if slot not in used]
+            idle += [(group, slot, at) for slot, at in found if slot not in used and self._halves(group, at)]
         if idle:
             group, slot, position = self._rng.choice(idle)
-            self._flip_bit(group, slot, position, step, tag=group.sweep_tag, whose="the prefix cache")
+            self._flip_bit(group, slot, position, group.sweep_tag, step=step, whose="the prefix cache")
 
-    def _flip(self, active: ActiveSlot | None, step: int, *, at_tail: bool) -> None:
-        if active is not None:
-            # What is damaged behind TAIL is seen by the HEAD of the next forward.
-            group = active.group
-            self._flip_bit(
-                group, active.slot, active.position, step, tag=group.head_tag, whose=active.request.request_id
-            )
+    def _halves(self, group: BufferGroup, position: int | None = None) -> list[tuple[str, Reason, KvSource]]:
+        """Return the halves of a group in which a bit may flip: at a position, or at any."""
+        config, found = self.config, []
+        for name, reason, source in (("K", Reason.K, group.pool.k_source), ("V", Reason.V, group.pool.v_source)):
+            if source is None or config.half not in ("", name):
+                continue
+            layer = config.layer
+            if layer is not None:
+                if layer >= len(source.layers):
+                    continue
+                if position is not None and config.covered_only and source.coverage(position)[0] != layer:
+                    continue
+            found.append((name, reason, source))
+        return found
 
-    def _flip_bit(self, group: BufferGroup, slot: int, position: int, step: int, *, tag: Tag, whose: str) -> None:
-        halves = [
-            (name, reason, source)
-            for name, reason, source in (
-                ("K", Reason.K, group.pool.k_source),
-                ("V", Reason.V, group.pool.v_source),
-            )
-            if source is not None
-        ]
-        if not halves:
-            return
-        name, reason, source = self._rng.choice(halves)
+    def _flip_bit(self, group: BufferGroup, slot: int, position: int, tag: Tag, *, step: int, whose: str) -> None:
+        name, reason, source = self._rng.choice(self._halves(group, position))
         layer, start, end = source.coverage(position)
         if not self.config.covered_only:
-            layer, start, end = self._rng.randrange(len(source.layers)), 0, source.bytes_per_token
+            layer = self._rng.randrange(len(source.layers)) if self.config.layer is None else self.config.layer
+            start, end = 0, source.bytes_per_token
         byte = self._rng.randrange(start, end)
         bytes_of(source, slot, layer)[byte] ^= 1 << self._rng.randrange(8)
-        where = f"{name} of layer {layer}, byte {byte}, position {position} of {whose}"
-        self.injections.append(
-            Injection(step=step, group=group.name, slots=frozenset({slot}), reasons=reason, tag=tag, where=where)
-        )
+        names = group.pool.layer_names
+        layer_name = names[layer] if layer < len(names) else f"layer {layer}"
+        where = f"{name} of {layer_name}, byte {byte}, position {position} of {whose}"
+        self._note(group, {slot}, reason, tag, step=step, where=where)
 
     def _note(
-        self, step: int, group: BufferGroup, slots: set[int], reasons: Reason, *, at_tail: bool, where: str
+        self, group: BufferGroup, slots: Iterable[int], reasons: Reason, tag: Tag, *, step: int, where: str
     ) -> None:
-        tag = group.tail_tag if at_tail else group.head_tag
         self.injections.append(
             Injection(step=step, group=group.name, slots=frozenset(slots), reasons=reasons, tag=tag, where=where)
         )
