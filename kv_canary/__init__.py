@@ -20,8 +20,10 @@ from kv_canary.constants import (
 )
 from kv_canary.engines import Installation, install
 from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager
+from kv_canary.identity import identity_word
 from kv_canary.manager import CanaryManager
 from kv_canary.pools import BufferGroup, KvPool
+from kv_canary.ranks import RankGroup, RankReport, RankViolationError
 from kv_canary.reports import CanaryViolationError, ViolationReport
 from kv_canary.specs.structures import Endpoint, KvSource, VerifyPlan, ViolationLog, WritePlan
 
@@ -46,6 +48,9 @@ __all__ = [
     "Installation",
     "KvPool",
     "KvSource",
+    "RankGroup",
+    "RankReport",
+    "RankViolationError",
     "Reason",
     "SingleForwardManager",
     "Status",
@@ -54,6 +59,7 @@ __all__ = [
     "ViolationLog",
     "ViolationReport",
     "WritePlan",
+    "identity_word",
     "install",
     "ops",
     "register",

@@ -42,16 +42,19 @@ class CanaryConfig:
         verify_capacity: entries that one forward can verify in a group; None: as many as the engine's limits allow.
         track_lifetime: report reads of freed slots (FREED) and writes to another owner's (OVERWRITE). Off where an
             engine's frees cannot be hooked.
-        quarantine: a sweep also checks that freed slots stay unchanged until they are reused.
+        quarantine: a sweep also checks that freed slots stay unchanged until they are reused. For engines that tell the
+            canary of every copy into a slot on the stream of the copy, before anything else is launched.
         check_tokens: check every cached token against the request's own (TOKEN), by a table of 4 bytes a row and
             position. None: where the table takes at most `token_table_share` of the pool's bytes, or 16 MiB.
         token_table_share: see check_tokens.
+        check_inputs: hold what the model is given against each request's own next tokens (WRITE_TOKEN).
         sweep_every: steps between sweeps of everything that the prefix cache holds; 0: none.
         ring_capacity: violations whose details are kept between two drains; all are counted.
         max_reports_per_step: violations written out in full per drain; the rest are counted.
         stats_every: steps between two lines of statistics in the log; 0: none.
         swa_divergence_every: steps between two reports of how far windowed groups differ from full ones; 0: none.
         digest_every: steps between two comparisons of digests across ranks; 0: none.
+        metrics_port: port that Prometheus metrics are served on, by HTTP; needs `kv-canary[metrics]`; 0: none.
         event_log: file that events are appended to, one JSON object a line; None: none.
         bundles: folder that reports are saved in, for `kv-canary report`; None: none.
 
@@ -72,12 +75,14 @@ class CanaryConfig:
     quarantine: bool = False
     check_tokens: bool | None = None
     token_table_share: float = 0.01
+    check_inputs: bool = False
     sweep_every: int = 0
     ring_capacity: int = 1024
     max_reports_per_step: int = 16
     stats_every: int = 0
     swa_divergence_every: int = 0
     digest_every: int = 0
+    metrics_port: int = 0
     event_log: Path | None = None
     bundles: Path | None = None
 
@@ -90,6 +95,8 @@ class CanaryConfig:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ValueError(must_be("CanaryConfig", name, f"at least {low}", str(value)))
+        if self.metrics_port > 65535:
+            raise ValueError(must_be("CanaryConfig", "metrics_port", "at most 65535", str(self.metrics_port)))
         if not 0 <= self.token_table_share <= 1:
             raise ValueError(must_be("CanaryConfig", "token_table_share", "in [0, 1]", str(self.token_table_share)))
         if not 0 < self.overhead_target <= 1:
@@ -148,6 +155,7 @@ _LEAST = {
     "stats_every": 0,
     "swa_divergence_every": 0,
     "digest_every": 0,
+    "metrics_port": 0,
 }
 _SWITCHES = {**dict.fromkeys(("1", "true", "on", "yes"), True), **dict.fromkeys(("0", "false", "off", "no"), False)}
 

@@ -21,7 +21,7 @@ class StepWords:
     Args:
         step: its number.
         counters: [launches, entries] by tag, since the beginning.
-        statuses: status word of each plan that was not 0, with the name of its group.
+        statuses: of each group, the status words of its plans or-ed together, where that is not 0.
         launches: how many launches the step was to make, by tag; None where that is not known.
     """
 
@@ -45,7 +45,6 @@ class _Pending:
     step: int
     host: torch.Tensor
     event: torch.cuda.Event | None
-    groups: list[str]
     launches: dict[int, int] | None
 
 
@@ -57,12 +56,13 @@ class Drain:
 
     Args:
         state: what to drain.
-        statuses: status words that a push brings at most.
+        groups: names of the groups whose plans have status words.
     """
 
-    def __init__(self, state: CanaryDeviceState, *, statuses: int) -> None:
+    def __init__(self, state: CanaryDeviceState, *, groups: Sequence[str]) -> None:
         self._state = state
-        self._words = 1 + _COUNTERS + statuses
+        self._places = {name: 1 + _COUNTERS + i for i, name in enumerate(groups)}
+        self._words = 1 + _COUNTERS + len(groups)
         # Two: the copy of one is under way while the next step fills the other.
         self._outboxes = [torch.zeros(self._words, dtype=torch.int64, device=state.device) for _ in range(2)]
         self._sent: list[torch.cuda.Event | None] = [None, None]
@@ -87,8 +87,9 @@ class Drain:
         counters = self._state.counters
         outbox[:1].copy_(self._state.violations.count)
         outbox[1 : 1 + _COUNTERS].copy_(counters.view(-1))
-        for i, (_, status) in enumerate(statuses):
-            outbox[1 + _COUNTERS + i :][:1].copy_(status)
+        outbox[1 + _COUNTERS :].zero_()
+        for name, status in statuses:
+            outbox[self._places[name] :][:1].bitwise_or_(status)
         host = (
             self._spare.pop() if self._spare else torch.zeros(self._words, dtype=torch.int64, pin_memory=outbox.is_cuda)
         )
@@ -103,8 +104,7 @@ class Drain:
                 event.record()
         self._sent[self._next] = event
         self._next = 1 - self._next
-        names = [name for name, _ in statuses]
-        self._pending.append(_Pending(step=step, host=host, event=event, groups=names, launches=launches))
+        self._pending.append(_Pending(step=step, host=host, event=event, launches=launches))
 
     def poll(self, *, wait: bool = False) -> Findings:
         """Return what the steps found whose copies have arrived; with `wait`, of all steps."""
@@ -122,7 +122,7 @@ class Drain:
             self._spare.append(first.host)
             found |= words[0] > 0
             self._set_counters(words[1 : 1 + _COUNTERS])
-            statuses = [(name, bits) for name, bits in zip(first.groups, words[1 + _COUNTERS :], strict=False) if bits]
+            statuses = [(name, words[place]) for name, place in self._places.items() if words[place]]
             steps.append(StepWords(step=first.step, counters=self.counters, statuses=statuses, launches=first.launches))
         if wait:
             # Also what a forward found that was given up before it could push.

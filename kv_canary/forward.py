@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ import torch
 
 from kv_canary import ops
 from kv_canary.capacities import CanaryLaunchCapacities
+from kv_canary.constants import HEAD_OF_CHAIN
 from kv_canary.errors import must_be
-from kv_canary.host import fill
+from kv_canary.host import fill, let_go
 from kv_canary.pools import BufferGroup
 from kv_canary.specs.structures import VerifyPlan, WritePlan
 from kv_canary.specs.write import max_tiles
@@ -31,10 +33,12 @@ class ForwardRequest:
         request_id: how reports call it.
         row: its row in the tables, in [1, max_rows).
         owner: its serial number, stamped on the records it writes.
-        prefix_len: tokens it has in the cache before this forward.
+        prefix_len: tokens it has in the cache before this forward, those `pending` included.
         extend_len: tokens this forward writes for it.
         tokens: returns the request's OWN tokens [start, end), from its prompt and output, never from the engine's
             input buffers: they are what the cache is held against.
+        pending: how many of the prefix's last tokens another request of this very forward produces. They are verified
+            behind the model only, where they are first there to be read; never with a captured graph.
         identity: a 64-bit word of what else its KV depends on (adapter, image, cache salt, weights), from a stable
             hash; 0 for nothing. The same tokens under another identity are another chain.
         discarded: says, once the forward is over, whether the engine has thrown this request's result away; what such
@@ -47,8 +51,14 @@ class ForwardRequest:
     prefix_len: int
     extend_len: int
     tokens: Callable[[int, int], Sequence[int]]
+    pending: int = 0
     identity: int = 0
     discarded: Callable[[], bool] | None = None
+
+
+def relied_on(request: ForwardRequest, group: BufferGroup) -> int:
+    """Return how many cached positions a forward of `request` is about to read in `group`."""
+    return max(0, _read(request, group) - request.pending)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +71,8 @@ class ForwardBatch:
         positions: [tokens] the model is given; None likewise.
         out_slots: [tokens] per group name: the slot each token's KV goes to, 0 where it is discarded.
         tables: int32 [rows, length] per group name: the slot of each cached position of a row.
-        expected_input_ids: [tokens] that the model should be given, for WRITE_TOKEN; None: not checked.
+        expected_input_ids: [tokens] that the model should be given, for WRITE_TOKEN; -1 where that is not known. None:
+            the requests' own tokens where `CanaryConfig.check_inputs` is on, else not checked.
         check_positions: whether positions must continue the prefix; not so in a warm-up.
     """
 
@@ -100,7 +111,7 @@ class Phase(Enum):
 
 
 # Rows of a forward's static host inputs.
-_ROWS, _OWNERS, _PREFIX_LENS, _EXTEND_LENS, _KNOWN_LENS, _STRIDES = range(6)
+_ROWS, _OWNERS, _PREFIX_LENS, _EXTEND_LENS, _KNOWN_LENS, _STRIDES, _THERE_LENS, _FROM_THERE = range(8)
 
 
 class _GroupBuffers:
@@ -113,21 +124,34 @@ class _GroupBuffers:
         requests, tokens = capacities.requests, capacities.tokens
         self.out_slots = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.write_plan = WritePlan.allocate(write_cap=requests, device=device)
-        self.spare_writes = WritePlan.allocate(write_cap=requests, device=device) if group.ring else None
+        self.tail_plan: VerifyPlan | None = None
+        self.spare_writes: WritePlan | None = None
         self.status, self.spare_status = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
         self.table = torch.zeros(1, 1, dtype=torch.int32, device=device)
         # Scratch, allocated once: nothing is allocated between HEAD and TAIL.
         self.entry_offsets = torch.zeros(requests + 1, dtype=torch.int64, device=device)
         tiles = max_tiles({"num_tokens": tokens})
         self.tile_sums = torch.zeros(requests, tiles, dtype=torch.int64, device=device)
-        self.reserve(min(1024, capacities.entries))
+        self.verify_plan = VerifyPlan.allocate(verify_cap=min(1024, capacities.entries), device=device)
+        if group.ring:
+            self.plan_twice()
 
     def reserve(self, entries: int) -> None:
         """Make room for `entries` verify entries."""
+        _let_go(self.verify_plan)
         self.verify_plan = VerifyPlan.allocate(verify_cap=entries, device=self.device)
-        # What a ring still holds after the step is planned at HEAD too: tables are read once a step. That second
-        # plan's segments and status say nothing new.
-        self.tail_plan = VerifyPlan.allocate(verify_cap=entries, device=self.device) if self.group.ring else None
+        if self.tail_plan is not None:
+            _let_go(self.tail_plan)
+            self.tail_plan = VerifyPlan.allocate(verify_cap=entries, device=self.device)
+
+    def plan_twice(self) -> None:
+        """Make room for a plan of TAIL's own: what a ring still holds after the step, what a request only then has.
+
+        It is made at HEAD too: tables are read once a step. One of the two plans' segments are not used.
+        """
+        if self.spare_writes is None:
+            self.tail_plan = VerifyPlan.allocate(verify_cap=self.room, device=self.device)
+            self.spare_writes = WritePlan.allocate(write_cap=self.capacities.requests, device=self.device)
 
     @property
     def room(self) -> int:
@@ -158,16 +182,20 @@ class SingleForwardManager:
         self._batch: ForwardBatch | None = None
         device, limits = manager.device, manager.limits
         n, t = limits.max_requests, limits.max_tokens
-        self._numbers = torch.zeros(6, n, dtype=torch.int64, device=device)
-        self._input_ids, self._positions, self._expected = (
-            torch.zeros(t, dtype=torch.int64, device=device) for _ in range(3)
+        self._numbers = torch.zeros(8, n, dtype=torch.int64, device=device)
+        self._is_pending = torch.zeros(n, dtype=torch.bool, device=device)
+        # Of the tokens: what the model is given, what of that the host knows, and what is expected of it.
+        self._input_ids, self._positions, self._known, self._expected = (
+            torch.zeros(t, dtype=torch.int64, device=device) for _ in range(4)
         )
         self._check_positions = torch.ones(1, dtype=torch.int32, device=device)
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
         self.groups = tuple(groups)
         self._groups = [_GroupBuffers(g, capacities=manager.capacities(g), device=device) for g in groups]
         self._requests = self._tokens = 0
-        self._expects_tokens = False
+        self._expects_tokens = self._has_pending = False
+        # A captured graph keeps the addresses of the plans.
+        self._sizes_are_final = False
 
     @contextmanager
     def around(self, batch: ForwardBatch) -> Iterator[None]:
@@ -184,7 +212,7 @@ class SingleForwardManager:
 
     @contextmanager
     def capturing(
-        self, *, requests: int, tokens: int, tables: Mapping[str, torch.Tensor], expects_tokens: bool = False
+        self, *, requests: int, tokens: int, tables: Mapping[str, torch.Tensor], expects_tokens: bool | None = None
     ) -> Iterator[CapturedForward]:
         """Prepare for a capture: inside the block call `head`, the model and `tail` under `torch.cuda.graph`.
 
@@ -194,9 +222,10 @@ class SingleForwardManager:
         Args:
             requests, tokens: the largest batch that the graph serves.
             tables: the engine's tables, by group name, where they will lie at every replay.
-            expects_tokens: whether batches will say which input ids to expect.
+            expects_tokens: whether batches will say which input ids to expect; None: as `CanaryConfig.check_inputs` is.
         """
         self._expect(Phase.IDLE, "capturing")
+        self._manager.expect_idle(f"forward {self.name}: capturing")
         limits = self._manager.limits
         for argument, value, most in (
             ("requests", requests, limits.max_requests),
@@ -205,14 +234,16 @@ class SingleForwardManager:
             if not 0 < value <= most:
                 raise ValueError(must_be(f"forward {self.name}", argument, f"in [1, {most}]", str(value)))
         self._check_names(tables, tables)
+        expects_tokens = self._manager.config.check_inputs if expects_tokens is None else expects_tokens
         self._requests, self._tokens, self._expects_tokens = requests, tokens, expects_tokens
+        self._has_pending, self._sizes_are_final = False, True
         self._numbers.zero_()
         for buffers in self._groups:
             buffers.table = tables[buffers.group.name]
             buffers.out_slots.zero_()
             if buffers.room < buffers.capacities.entries:
                 buffers.reserve(buffers.capacities.entries)
-        self._manager.begin_capture()
+        self._manager.begin_capture(self)
         captured = CapturedForward(
             requests=requests,
             tokens=tokens,
@@ -238,16 +269,26 @@ class SingleForwardManager:
             captured: what `capturing` gave, where the graph is about to be replayed.
 
         Raises:
-            RuntimeError: the last forward was not ended.
+            RuntimeError: the last forward, or another one of the manager, was not ended.
             ValueError: the batch contradicts itself, the limits or the captured shape.
             CanaryViolationError: in raise mode, for what the step before found.
         """
         self._expect(Phase.IDLE, "begin")
+        self._manager.expect_idle(f"forward {self.name}: begin")
         self._check(batch, captured)
-        manager = self._manager
-        batch = manager.perturbed(batch)
-        strides = manager.begin_forward(self, batch.requests)
-        requests = batch.requests
+        try:
+            strides = self._manager.begin_forward(self, batch.requests)
+            self._manager.perturb(batch)
+            self._prepare(batch, captured, strides=strides)
+        except BaseException:
+            self._manager.abort_forward(self)
+            raise
+        self._captured, self._batch = captured, batch
+        self._phase = Phase.BEGUN
+
+    def _prepare(self, batch: ForwardBatch, captured: CapturedForward | None, *, strides: list[int]) -> None:
+        """Copy everything that HEAD and TAIL read from the host."""
+        manager, requests = self._manager, batch.requests
         n, t = len(requests), sum(r.extend_len for r in requests)
         fill(
             self._numbers,
@@ -255,26 +296,35 @@ class SingleForwardManager:
             [r.owner for r in requests],
             [r.prefix_len for r in requests],
             [r.extend_len for r in requests],
-            [r.prefix_len + manager.state.lookahead for r in requests],
+            manager.state.known_lens(requests),
             strides,
+            [r.prefix_len - r.pending for r in requests],
+            [r.pending + 1 for r in requests],
         )
+        self._has_pending = any(r.pending for r in requests)
+        if self._has_pending:
+            torch.ne(self._numbers[_PREFIX_LENS], self._numbers[_THERE_LENS], out=self._is_pending)
         self._check_positions.fill_(int(batch.check_positions))
         self._requests, self._tokens = (n, t) if captured is None else (captured.requests, captured.tokens)
-        self._expects_tokens = batch.expected_input_ids is not None
+        expected = batch.expected_input_ids
+        if expected is None and manager.config.check_inputs:
+            expected = manager.oracle.expected(requests, offset=self.groups[0].token_offset)
+        self._expects_tokens = expected is not None
         self._copy_inputs(batch.input_ids, batch.positions)
-        if batch.expected_input_ids is not None:
-            _copy(self._expected[: self._tokens], batch.expected_input_ids)
-        needed = sum(r.prefix_len for r in requests)
+        if expected is not None:
+            _copy(self._known[: self._tokens], expected)
         for buffers in self._groups:
             name = buffers.group.name
             _copy(buffers.out_slots[: self._tokens], batch.out_slots[name])
             if captured is None:
                 buffers.table = batch.tables[name]
+            if self._has_pending:
+                buffers.plan_twice()
+            if not self._sizes_are_final:
+                needed = sum(_read(r, buffers.group) for r in requests)
                 most = manager.config.verify_capacity or max(needed, 2 * buffers.room)
                 if needed > buffers.room < most:
                     buffers.reserve(min(max(needed, 2 * buffers.room), most))
-        self._captured, self._batch = captured, batch
-        self._phase = Phase.BEGUN
 
     def head(self, *, input_ids: torch.Tensor | None = None, positions: torch.Tensor | None = None) -> None:
         """Resolve the slots that the model is about to read, and verify their records and bytes.
@@ -284,23 +334,30 @@ class SingleForwardManager:
         """
         self._expect(Phase.BEGUN, "head")
         self._copy_inputs(input_ids, positions)
+        if self._expects_tokens:
+            # What nobody knows is as it should be.
+            torch.where(self._known < 0, self._input_ids, self._known, out=self._expected)
         for buffers in self._groups:
             group = buffers.group
-            self._plan(buffers, buffers.verify_plan, buffers.write_plan, buffers.status, after_write=False)
-            if buffers.tail_plan is not None and buffers.spare_writes is not None:
-                self._plan(buffers, buffers.tail_plan, buffers.spare_writes, buffers.spare_status, after_write=True)
+            self._plan_head_and_tail(buffers)
             self._verify(buffers.verify_plan, group, at_tail=False)
             if group.pool.head_records is not None:
                 self._write(buffers, at_tail=False)
         self._phase = Phase.HEAD
 
-    def tail(self) -> None:
-        """Record the tokens that the model has written, then verify the slots that HEAD resolved."""
+    def tail(self, *, input_ids: torch.Tensor | None = None) -> None:
+        """Record the tokens that the model has written, then verify the slots that HEAD resolved.
+
+        Args:
+            input_ids: [tokens] on the device, where the model was given others than HEAD.
+        """
         self._expect(Phase.HEAD, "tail")
+        self._copy_inputs(input_ids, None)
         for buffers in self._groups:
             self._write(buffers, at_tail=True)
         for buffers in self._groups:
-            self._verify(buffers.tail_plan or buffers.verify_plan, buffers.group, at_tail=True)
+            own = buffers.tail_plan if buffers.group.ring or self._has_pending else None
+            self._verify(own or buffers.verify_plan, buffers.group, at_tail=True)
         if self.inner:
             self._advance_scratch()
         self._phase = Phase.TAIL
@@ -310,13 +367,39 @@ class SingleForwardManager:
         # A replay runs HEAD and TAIL where the host does not see it; their launches are counted on the device.
         self._expect(Phase.TAIL if self._captured is None else Phase.BEGUN, "end")
         self._phase = Phase.IDLE
-        self._manager.end_forward(self, self._batch, [(b.group.name, b.status) for b in self._groups])
+        self._manager.end_forward(self, self._batch)
 
     def abort(self) -> None:
         """Give up a forward that raised; what it had found so far is kept."""
         begun, self._phase = self._phase is not Phase.IDLE, Phase.IDLE
-        if begun:
-            self._manager.abort_forward()
+        if not begun:
+            return
+        try:
+            for buffers in self._groups:
+                self._manager.doubt(buffers.group.pool, buffers.out_slots[: self._tokens])
+                buffers.group.pool.take_back_head(buffers.out_slots[: self._tokens])
+        finally:
+            self._manager.abort_forward(self)
+
+    @property
+    def statuses(self) -> list[tuple[str, torch.Tensor]]:
+        """Status words of the forward's plans, with the names of their groups; the next forward assigns them anew."""
+        return [(b.group.name, b.status) for b in self._groups]
+
+    @property
+    def manager(self) -> CanaryManager:
+        """The canary that it belongs to."""
+        return self._manager
+
+    @property
+    def plans(self) -> dict[str, VerifyPlan]:
+        """What HEAD verified last, by group name: static buffers on the device, which its next HEAD fills anew."""
+        return {b.group.name: b.verify_plan for b in self._groups}
+
+    @property
+    def write_plans(self) -> dict[str, WritePlan]:
+        """The segments that HEAD planned last, by group name: static buffers, as those of `plans`."""
+        return {b.group.name: b.write_plan for b in self._groups}
 
     @property
     def launches(self) -> dict[int, int]:
@@ -324,8 +407,7 @@ class SingleForwardManager:
         counts: dict[int, int] = {}
         for buffers in self._groups:
             group = buffers.group
-            head_writes = group.pool.head_records is not None
-            for tag, count in ((group.head_tag, 1 + head_writes), (group.tail_tag, 2)):
+            for tag, count in ((group.head_tag, 1), (group.tail_tag, 2)):
                 counts[tag] = counts.get(tag, 0) + count
         return counts
 
@@ -338,6 +420,25 @@ class SingleForwardManager:
         tails: Tails = self._manager.state.tails[group.token_offset]
         return tails.scratch if self.inner else tails.chains
 
+    def _plan_head_and_tail(self, buffers: _GroupBuffers) -> None:
+        head = (buffers.verify_plan, buffers.write_plan, buffers.status)
+        if buffers.tail_plan is None or buffers.spare_writes is None or not (buffers.group.ring or self._has_pending):
+            self._plan(buffers, *head)
+        elif not self._has_pending:
+            self._plan(buffers, *head)
+            self._plan(buffers, buffers.tail_plan, buffers.spare_writes, buffers.spare_status, after_write=True)
+        else:
+            # What is there already; as if all from there on were written, so that windows begin where they do.
+            lens = (_THERE_LENS, _FROM_THERE)
+            self._plan(
+                buffers, buffers.verify_plan, buffers.spare_writes, buffers.spare_status, lens=lens, after_write=True
+            )
+            ring = buffers.group.ring
+            self._plan(buffers, buffers.tail_plan, buffers.write_plan, buffers.status, after_write=ring)
+            # The seed's record is still that of another token.
+            n = self._requests
+            buffers.write_plan.seed_slots[:n].masked_fill_(self._is_pending[:n], HEAD_OF_CHAIN)
+
     def _plan(
         self,
         buffers: _GroupBuffers,
@@ -345,15 +446,16 @@ class SingleForwardManager:
         write_plan: WritePlan,
         status: torch.Tensor,
         *,
-        after_write: bool,
+        lens: tuple[int, int] = (_PREFIX_LENS, _EXTEND_LENS),
+        after_write: bool = False,
     ) -> None:
         manager, n = self._manager, self._requests
         tokens = manager.state.token_pool
         ops.plan(
             rows=self._numbers[_ROWS, :n],
             owners=self._numbers[_OWNERS, :n],
-            prefix_lens=self._numbers[_PREFIX_LENS, :n],
-            extend_lens=self._numbers[_EXTEND_LENS, :n],
+            prefix_lens=self._numbers[lens[0], :n],
+            extend_lens=self._numbers[lens[1], :n],
             req_to_token=buffers.table,
             window=buffers.group.window,
             after_write=after_write,
@@ -385,7 +487,8 @@ class SingleForwardManager:
             expected_input_ids=self._expected[:t] if self._expects_tokens else None,
             track_lifetime=manager.config.track_lifetime,
             violations=manager.state.violations,
-            counters=manager.state.counters,
+            # HEAD's own writes are counted apart: what HEAD verified is what its tag counts.
+            counters=manager.state.counters if at_tail else manager.state.head_writes,
             tile_sums=buffers.tile_sums,
             backend=manager.backend,
         )
@@ -436,7 +539,8 @@ class SingleForwardManager:
             for name, layout in captured.tables.items():
                 if _layout(batch.tables[name]) != layout:
                     raise ValueError(must_be(part, f"tables[{name}]", "where it was captured", "another tensor"))
-            if captured.expects_tokens != (batch.expected_input_ids is not None):
+            expects = batch.expected_input_ids is not None or self._manager.config.check_inputs
+            if captured.expects_tokens != expects:
                 expected = "given" if captured.expects_tokens else "left out"
                 raise ValueError(must_be(part, "expected_input_ids", f"{expected}, as captured", "the other"))
         flat = {
@@ -462,6 +566,10 @@ class SingleForwardManager:
             for argument, length in (("prefix_len", r.prefix_len), ("extend_len", r.extend_len)):
                 if length < 0:
                     raise ValueError(must_be(part, f"{argument} of {r.request_id}", "at least 0", str(length)))
+            most_pending = r.prefix_len if captured is None else 0
+            if not 0 <= r.pending <= most_pending:
+                expected = f"in [0, {most_pending}]"
+                raise ValueError(must_be(part, f"pending of {r.request_id}", expected, str(r.pending)))
 
     def _check_names(self, out_slots: Mapping[str, object], tables: Mapping[str, object]) -> None:
         names = {b.group.name for b in self._groups}
@@ -478,6 +586,11 @@ class SingleForwardManager:
             )
 
 
+def _read(request: ForwardRequest, group: BufferGroup) -> int:
+    """Return how many positions of its prefix a forward of `request` reads in `group`."""
+    return min(request.prefix_len, group.window) if group.window else request.prefix_len
+
+
 def _layout(table: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
     return table.data_ptr(), table.shape, table.stride()
 
@@ -488,3 +601,7 @@ def _copy(buffer: torch.Tensor, tensor: torch.Tensor) -> None:
     buffer[:n].copy_(tensor[:n], non_blocking=True)
     if n < len(buffer):
         buffer[n:].zero_()
+
+
+def _let_go(plan: VerifyPlan) -> None:
+    let_go(*(getattr(plan, field.name) for field in dataclasses.fields(plan)))

@@ -31,3 +31,13 @@ def fill(buffer: torch.Tensor, *columns: Sequence[int]) -> None:
     for row, column in zip(values, columns, strict=True):
         row[: len(column)] = column
     buffer.copy_(host, non_blocking=True)
+
+
+def let_go(*tensors: torch.Tensor) -> None:
+    """Let the memory of `tensors` be used for something else only once all that was launched up to here is over.
+
+    For what is replaced by something larger: it may have been allocated on another stream than the one it is used on.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,25 +14,28 @@ from kv_canary import ops
 from kv_canary.accounts import Accounts, CanarySummary, StepRecord
 from kv_canary.backends import select_backend
 from kv_canary.budget import Budget
+from kv_canary.calibration import measure_cost
 from kv_canary.capacities import CanaryLaunchCapacities, CanaryLimits
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import Tag
-from kv_canary.drain import Drain
+from kv_canary.drain import Drain, Findings
 from kv_canary.errors import must_be
-from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager
-from kv_canary.observers import Observer, observers_of
+from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager, relied_on
+from kv_canary.observers import HealthCheck, Observer, observers_of
+from kv_canary.oracle import TokenOracle
 from kv_canary.perturb import PerturbConfig, Perturber
 from kv_canary.pools import BufferGroup, KvPool
-from kv_canary.reports import ViolationReport
+from kv_canary.ranks import RankGroup, RankReport, RankWatch
+from kv_canary.reports import CanaryViolationError, Incident, ViolationReport
 from kv_canary.rows import RowTable
 from kv_canary.specs.structures import Endpoint
 from kv_canary.state import CanaryDeviceState
 from kv_canary.sweep import CachedSlots, Sweeper
 
+logger = logging.getLogger("kv_canary")
+
 # A token table this small is kept whatever the pool's size.
 SMALL_TABLE_BYTES = 16 << 20
-# Plans whose status words fit one drain: forwards of a step times groups.
-MOST_STATUSES = 64
 
 
 class CanaryManager:
@@ -45,6 +50,8 @@ class CanaryManager:
         observers: told of every step and report, beside those that the config asks for.
         perturb: faults to inject; None: those that the environment asks for, which are none by default.
         cached: walks the engine's prefix cache, for sweeps; None: there is nothing to sweep.
+        ranks: the ranks whose canaries compare digests, and raise together; None: this one is alone. With ranks, every
+            one of them has to make its manager, which waits for the others.
 
     Raises:
         ValueError: groups are missing, share a name, or lie on several devices.
@@ -61,6 +68,7 @@ class CanaryManager:
         observers: Sequence[Observer] = (),
         perturb: PerturbConfig | None = None,
         cached: Callable[[], Sequence[CachedSlots]] | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         if not groups:
             raise ValueError(must_be("CanaryManager", "groups", "at least one group", "none"))
@@ -86,7 +94,14 @@ class CanaryManager:
             offsets=[g.token_offset for g in groups],
             device=self.device,
         )
+        self.oracle = TokenOracle(max_rows=limits.max_rows, device=self.device)
+        self._endpoints: dict[tuple[str, Tag, bool], Endpoint] = {}
+        # All that may refuse comes before the observers, which hold files and ports.
         self.budget = Budget(self.config, self.device)
+        if self.budget.chooses:
+            self.budget.cost = measure_cost(self)
+        perturb = PerturbConfig.from_env() if perturb is None else perturb
+        self.perturber = None if perturb is None else Perturber(perturb, self.groups)
         self.accounts = Accounts(
             self.groups,
             config=self.config,
@@ -94,21 +109,45 @@ class CanaryManager:
             on_report=on_report,
             observers=[*observers_of(self.config), *observers],
         )
-        self._endpoints: dict[tuple[str, Tag, bool], Endpoint] = {}
-        self._drain = Drain(self.state, statuses=MOST_STATUSES)
+        self._drain = Drain(self.state, groups=names)
         self._sweeper = Sweeper(self)
         self._cached = cached or (lambda: ())
-        perturb = PerturbConfig.from_env() if perturb is None else perturb
-        self.perturber = None if perturb is None else Perturber(perturb, self.groups)
         self._forwards: dict[str, SingleForwardManager] = {}
         self._open: StepRecord | None = None
         self._explicit = False
+        # The forward between its begin and its end.
+        self._running: SingleForwardManager | None = None
         self._number = 0
+        if self.config.digest_every and ranks is None:
+            logger.warning("kv-canary: digest_every is set, but there are no ranks to compare digests with")
+        try:
+            self.ranks = None if ranks is None else RankWatch(self, ranks)
+        except BaseException:
+            self.accounts.close()
+            raise
+        if self.device.type == "cuda":
+            # Forwards may run on another stream than the one that all of this was made on.
+            torch.cuda.current_stream(self.device).synchronize()
 
     @property
     def reports(self) -> deque[ViolationReport]:
         """The latest reports, oldest first."""
         return self.accounts.reports
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """The latest incidents, oldest first: violations by their likely cause."""
+        return self.accounts.incidents
+
+    @property
+    def rank_reports(self) -> deque[RankReport]:
+        """The latest differences between ranks, oldest first."""
+        return self.accounts.rank_reports
+
+    @property
+    def health(self) -> HealthCheck:
+        """When the last step was drained: for who asks, from any thread, whether the canary still runs."""
+        return next(o for o in self.accounts.observers if isinstance(o, HealthCheck))
 
     def forward(
         self, name: str = "target", *, groups: Sequence[str] | None = None, inner: bool = False
@@ -183,7 +222,11 @@ class CanaryManager:
         """Verify everything that the prefix cache holds, also what no request uses now, and freed slots in quarantine.
 
         Outside any graph; findings are reported with those of the next step.
+
+        Raises:
+            RuntimeError: a forward is under way: slots that it has written have no records yet.
         """
+        self.expect_idle("sweep")
         self._sweeper.sweep(self._cached())
         self._sweeper.quarantine()
 
@@ -201,7 +244,7 @@ class CanaryManager:
         """Make the forwards inside the block one step: a draft model's and the target's, say.
 
         Raises:
-            RuntimeError: a step is under way.
+            RuntimeError: a step is under way; or, at its end, a forward still is.
         """
         if self._open is not None:
             raise RuntimeError("kv-canary: a step must begin when none is under way, got it inside another")
@@ -209,98 +252,156 @@ class CanaryManager:
         self._explicit = True
         try:
             yield
+            self.expect_idle("the end of a step")
         finally:
             self._explicit = False
+            if self._running is not None:
+                self._running.abort()
             self._end_step()
 
-    def perturbed(self, batch: ForwardBatch) -> ForwardBatch:
-        """Inject what is to be injected before a forward; called by its `begin`."""
-        if self.perturber is None:
-            return batch
-        number = self._number + (self._open is None)
-        return self.perturber.before(batch, step=number, cached=self._cached())
+    def expect_idle(self, call: str) -> None:
+        """Raise RuntimeError, naming `call`, if a forward is between its begin and its end."""
+        if self._running is not None:
+            raise RuntimeError(
+                f"kv-canary: {call} must come when no forward is under way, got it inside forward {self._running.name}"
+            )
+
+    def perturb(self, batch: ForwardBatch) -> None:
+        """Inject what is to be injected before a forward; called by its `begin`, once nothing can refuse it."""
+        if self.perturber is not None:
+            checks_inputs = batch.expected_input_ids is not None or self.config.check_inputs
+            self.perturber.before(batch, step=self._number, checks_inputs=checks_inputs, cached=self._cached)
 
     def begin_forward(self, forward: SingleForwardManager, requests: Sequence[ForwardRequest]) -> list[int]:
-        """Report what earlier steps found, bring tails up and return the strides; called by the forward's `begin`."""
+        """Report what earlier steps found, bring tails up and return the strides; called by the forward's `begin`.
+
+        What it raises the forward takes to `abort_forward`.
+        """
         if self._open is None:
             self._begin_step()
         step = self._open
         if step is None:
             raise RuntimeError("kv-canary: a step must be under way, got none")
-        offsets = {g.token_offset for g in forward.groups}
-        if not forward.inner or not offsets <= step.inner:
-            try:
-                self.state.advance(requests, backend=self.backend)
-            except BaseException:
-                self.abort_forward()
-                raise
+        self._running = forward
+        # A forward of the step before this one had the same words for its plans.
+        mine = [status for _, status in forward.statuses]
+        step.statuses = [(g, s.clone() if any(s is m for m in mine) else s) for g, s in step.statuses]
+        fresh, offsets = requests, {g.token_offset for g in forward.groups}
         if forward.inner:
-            for offset in offsets - step.inner:
-                tails = self.state.tails[offset]
-                tails.scratch.copy_(tails.chains)
-            step.inner |= offsets
+            # The others go on where an inner forward of this step has brought them.
+            fresh = [r for r in requests if {step.inner.pop((o, r.row), None) for o in offsets} != {r.prefix_len}]
+        self.state.advance(fresh, backend=self.backend)
+        if forward.inner:
+            self.state.branch(fresh, offsets)
         step.requests.update({r.row: r for r in requests})
-        step.relied_on += sum(
-            min(r.prefix_len, g.window) if g.window else r.prefix_len for g in forward.groups for r in requests
-        )
+        step.relied_on += sum(relied_on(r, g) for g in forward.groups for r in requests)
         return self.budget.strides(forward.name, requests, step=step.number)
 
-    def end_forward(
-        self, forward: SingleForwardManager, batch: ForwardBatch | None, statuses: Sequence[tuple[str, torch.Tensor]]
-    ) -> None:
+    def end_forward(self, forward: SingleForwardManager, batch: ForwardBatch | None) -> None:
         """Take in what the forward launched; called by its `end`."""
-        if self._open is None:
+        step, self._running = self._open, None
+        if step is None:
             raise RuntimeError("kv-canary: a step must be under way, got none")
-        if self.perturber is not None:
-            self.perturber.after(batch, step=self._number)
         if batch is not None:
-            self._open.tables.update(batch.tables)
+            try:
+                if self.perturber is not None:
+                    self.perturber.after(batch, step=self._number)
+                if self.ranks is not None:
+                    self.ranks.see(forward, batch)
+            except BaseException:
+                self.abort_forward(forward)
+                raise
+            step.tables.update(batch.tables)
             self.accounts.see_forward(forward, batch)
-        self._open.statuses += statuses
-        self._open.launches.update(forward.launches)
+            if forward.inner:
+                offsets = {g.token_offset for g in forward.groups}
+                step.inner.update({(o, r.row): r.prefix_len + r.extend_len for o in offsets for r in batch.requests})
+        step.statuses += forward.statuses
+        step.launches.update(forward.launches)
         if not self._explicit:
             self._end_step()
 
-    def abort_forward(self) -> None:
-        """Take in that a forward was given up; called by its `abort`."""
+    def abort_forward(self, forward: SingleForwardManager) -> None:
+        """Take in that a forward was given up; called by its `abort`, and by its `begin` if that raised."""
+        self._running = None
+        self.budget.forget(forward.name)
+        if self.perturber is not None:
+            self.perturber.restore()
         if self._open is not None:
             self._open.broken = True
             if not self._explicit:
                 self._end_step()
 
-    def begin_capture(self) -> None:
+    def doubt(self, pool: KvPool, slots: torch.Tensor) -> None:
+        """Take in that int64 `slots` may have been written to without a record; called by a forward's `abort`."""
+        if self.config.quarantine:
+            self._sweeper.doubt(pool, slots)
+
+    def begin_capture(self, forward: SingleForwardManager) -> None:
         """Take in that launches follow which belong to no step; called by a forward's `capturing`."""
+        self._running = forward
         self.state.step.fill_(self._number)
+        self.state.finalize_table(self.limits.max_len)
 
     def end_capture(self) -> None:
         """Take in that they are over."""
+        self._running = None
         self.accounts.launches_unknown()
 
-    def flush(self) -> None:
+    def flush(self, *, all_ranks: bool = False) -> None:
         """Wait for everything that was launched, and report it now; for the end of a run, not for the hot path.
+
+        Args:
+            all_ranks: every rank makes this call now, so that the last steps are compared too, and all can raise. Where
+                only one does, it is alone, waits for no other, and leaves what it would raise to the next step.
 
         Raises:
             CanaryViolationError: in raise mode, if there was anything to report.
         """
-        self.accounts.take(self._drain.poll(wait=True))
+        self._take(self._drain.poll(wait=True))
+        if self.ranks is not None:
+            self.ranks.flush(all_ranks=all_ranks)
 
     def summary(self) -> CanarySummary:
         """Return what the canary has done, as of the last drained step."""
         return self.accounts.summary(steps=self._number, counters=self._drain.counters, stride=self.budget.stride)
 
+    def close(self) -> None:
+        """Give back files, ports and the like that observers hold; the second call does nothing.
+
+        What was counted and reported can still be read. Call `flush` before: what a last step found is reported there.
+        """
+        self.accounts.close()
+
     def _begin_step(self) -> None:
-        self.accounts.take(self._drain.poll())
+        self._take(self._drain.poll())
+        if self.ranks is not None:
+            self.ranks.begin(self._number + 1)
         self._number += 1
         self.state.step.fill_(self._number)
-        self._open = self.accounts.begin_step(self._number)
+        self._open = self.accounts.begin_step(self._number, stride=self.budget.stride)
 
     def _end_step(self) -> None:
         step, self._open = self._open, None
         if step is None:
             return
-        if self.config.sweep_every and step.number % self.config.sweep_every == 0:
-            self.sweep()
-        self._drain.push(step.number, step.statuses, launches=None if step.broken else dict(step.launches))
+        self.budget.observe(relied_on=step.relied_on, now=time.monotonic())
+        try:
+            if self.ranks is not None:
+                self.ranks.end_step(step)
+            if self.config.sweep_every and step.number % self.config.sweep_every == 0:
+                self.sweep()
+        finally:
+            self._drain.push(step.number, step.statuses, launches=None if step.broken else dict(step.launches))
+
+    def _take(self, findings: Findings) -> None:
+        """Count and report what was drained; with ranks, none of them raises alone: the others would wait for it."""
+        try:
+            self.accounts.take(findings)
+        except CanaryViolationError as error:
+            if self.ranks is None:
+                raise
+            self.ranks.note(error)
 
     def _keeps_tokens(self) -> bool:
         if self.config.check_tokens is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kv_canary.constants import RECORD_WORDS, Tag
+from kv_canary.constants import KV_WORD, RECORD_WORDS, Tag
 from kv_canary.errors import must_be
 from kv_canary.specs.structures import Endpoint, KvSource
 
@@ -53,6 +53,13 @@ class KvPool:
         """Keep records of HEAD's own, zeroed: those that are written before the model, without fingerprints."""
         if self.head_records is None:
             self.head_records = torch.zeros_like(self.records)
+
+    def take_back_head(self, slots: torch.Tensor) -> None:
+        """Let HEAD's records of int64 `slots` be TAIL's again, because the forward was given up that they were for."""
+        if self.head_records is not None:
+            slots = slots[(slots > 0) & (slots < self.num_slots)]
+            self.head_records[slots] = self.records[slots]
+            self.head_records[slots, KV_WORD] = 0
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:

@@ -12,7 +12,7 @@ import torch
 from kv_canary import ops
 from kv_canary.constants import ANCHOR, MASK64, Tag, to_signed
 from kv_canary.hashing import mix
-from kv_canary.host import send
+from kv_canary.host import let_go, send
 from kv_canary.specs.structures import ViolationLog
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class _Progress:
 
     def __init__(self, max_rows: int) -> None:
         self._rows = [_Stand()] * max_rows
+        self._row_of: dict[int, int] = {}
 
     def behind(self, requests: Iterable[ForwardRequest]) -> list[tuple[ForwardRequest, int]]:
         """Return the requests whose rows are not at their prefixes, each with the length to go on from."""
@@ -44,9 +45,19 @@ class _Progress:
                 found.append((request, stand.length if goes_on and stand.length <= wanted.length else 0))
         return found
 
+    def lengths(self, requests: Iterable[ForwardRequest]) -> list[int]:
+        """Return how many tokens of each request's row are in."""
+        return [self._rows[request.row].length for request in requests]
+
     def advanced(self, requests: Iterable[tuple[ForwardRequest, int]]) -> None:
         """Note that the rows of these requests are at their prefixes."""
         for request, _ in requests:
+            before = self._rows[request.row].owner
+            if before != request.owner:
+                self._row_of.pop(before, None)
+                # A request that has moved leaves nothing behind that it could go on from when it comes back.
+                self._rows[self._row_of.get(request.owner, 0)] = _Stand()
+                self._row_of[request.owner] = request.row
             self._rows[request.row] = _stand(request)
 
 
@@ -96,6 +107,7 @@ class CanaryDeviceState:
         self.device = device
         self.violations = ViolationLog.allocate(ring_cap=ring_capacity, device=device)
         self.counters = torch.zeros(len(Tag), 2, dtype=torch.int64, device=device)
+        self.head_writes = torch.zeros_like(self.counters)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.anchors = torch.full((max_rows,), ANCHOR, dtype=torch.int64, device=device)
         self.tails = {o: Tails(max_rows=max_rows, offset=o, device=device) for o in sorted(set(offsets))}
@@ -103,6 +115,7 @@ class CanaryDeviceState:
         self._tokens = _Progress(max_rows)
         self._anchored = [0] * max_rows
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
+        self._table_is_final = False
 
     @property
     def lookahead(self) -> int:
@@ -139,7 +152,7 @@ class CanaryDeviceState:
         if tokens is not None and self.token_pool is not None:
             flat, offsets, rows, starts = send(self.device, *tokens)
             longest = max(r.prefix_len for r, _ in missing) + self.lookahead
-            if longest > self.token_pool.shape[1]:
+            if longest > self.token_pool.shape[1] and not self._table_is_final:
                 self.token_pool = widen(self.token_pool, longest)
             ops.scatter_token_ids(
                 flat=flat,
@@ -151,6 +164,25 @@ class CanaryDeviceState:
                 backend=backend,
             )
             self._tokens.advanced(missing)
+
+    def branch(self, requests: Sequence[ForwardRequest], offsets: Iterable[int]) -> None:
+        """Let the scratch of these requests' rows start from their tails."""
+        if not requests:
+            return
+        (rows,) = send(self.device, [r.row for r in requests])
+        for offset in offsets:
+            tails = self.tails[offset]
+            tails.scratch[rows] = tails.chains[rows]
+
+    def known_lens(self, requests: Iterable[ForwardRequest]) -> list[int]:
+        """Return how many of each request's tokens the token table holds."""
+        return [length + self.lookahead for length in self._tokens.lengths(requests)]
+
+    def finalize_table(self, max_len: int) -> None:
+        """Give the token table room for `max_len` positions, once and for all: a graph will keep its address."""
+        if self.token_pool is not None and not self._table_is_final:
+            self.token_pool = widen(self.token_pool, max_len + self.lookahead)
+        self._table_is_final = True
 
     def _anchor(self, requests: Sequence[ForwardRequest]) -> None:
         """Let each request's chain start from its identity."""
@@ -193,4 +225,5 @@ def widen(table: torch.Tensor, length: int) -> torch.Tensor:
     width = max(length, 2 * table.shape[1], 256)
     wider = torch.zeros(table.shape[0], width, dtype=table.dtype, device=table.device)
     wider[:, : table.shape[1]] = table
+    let_go(table)
     return wider

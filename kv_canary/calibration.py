@@ -1,0 +1,102 @@
+"""What a step of the canary costs on the device it runs on: measured once, when it is installed on a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kv_canary import ops
+from kv_canary.budget import StepCost
+from kv_canary.specs.structures import VerifyPlan, ViolationLog, WritePlan
+
+if TYPE_CHECKING:
+    from kv_canary.manager import CanaryManager
+
+_FEW, _MANY = 1 << 10, 1 << 18
+_REPLAYS = 10
+
+
+def measure_cost(manager: CanaryManager) -> StepCost:
+    """Return the cost of a step over all groups, from CUDA-graph replays of one that relies on few and on many slots.
+
+    Slots are random, as they are in a pool that has been used for a while. Records are read only, and what is found
+    there means nothing and is dropped. Waits for the device.
+    """
+    few, many = (_replay_seconds(manager, entries) for entries in (_FEW, _MANY))
+    # What is relied on is counted per group, as entries are.
+    entry = max(many - few, 0.0) / (len(manager.groups) * (_MANY - _FEW))
+    return StepCost(fixed=max(few - len(manager.groups) * _FEW * entry, 0.0), entry=entry)
+
+
+def _replay_seconds(manager: CanaryManager, entries: int) -> float:
+    """Return the median time of a step that relies on `entries` slots in every group."""
+    device = manager.device
+    one, nothing = (torch.full((1,), value, dtype=torch.int64, device=device) for value in (1, 0))
+    prefix, step = torch.full((1,), entries, dtype=torch.int64, device=device), torch.zeros_like(one)
+    no_token, status = (
+        torch.zeros(0, dtype=torch.int64, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
+    )
+    log = ViolationLog.allocate(ring_cap=1, device=device)
+    counters, tails = torch.zeros_like(manager.state.counters), torch.zeros_like(manager.state.anchors)
+    plans = []
+    for group in manager.groups:
+        table = torch.randint(0, group.pool.num_slots, (2, entries), dtype=torch.int32, device=device)
+        verify_plan, write_plan = (
+            VerifyPlan.allocate(verify_cap=entries, device=device),
+            WritePlan.allocate(write_cap=1, device=device),
+        )
+        plans.append((group, table, verify_plan, write_plan))
+
+    def run() -> None:
+        for group, table, verify_plan, write_plan in plans:
+            ops.plan(
+                rows=one,
+                prefix_lens=prefix,
+                extend_lens=nothing,
+                req_to_token=table,
+                verify_plan=verify_plan,
+                write_plan=write_plan,
+                status=status,
+                backend=manager.backend,
+            )
+            for tag, with_bytes in ((group.head_tag, True), (group.tail_tag, manager.config.verify_bytes_at_tail)):
+                ops.verify(
+                    verify_plan=verify_plan,
+                    endpoint=manager.endpoint(group, tag, with_bytes=with_bytes),
+                    step=step,
+                    violations=log,
+                    counters=counters,
+                    backend=manager.backend,
+                )
+            ops.write(
+                write_plan=write_plan,
+                input_ids=no_token,
+                positions=no_token,
+                out_slots=no_token,
+                endpoint=manager.endpoint(group, group.tail_tag, with_bytes=True),
+                tails=tails,
+                step=step,
+                check_positions=status,
+                violations=log,
+                counters=counters,
+                backend=manager.backend,
+            )
+
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    times: list[float] = []
+    with torch.cuda.stream(stream):
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+        for _ in range(_REPLAYS):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1000)
+    return sorted(times)[_REPLAYS // 2]
