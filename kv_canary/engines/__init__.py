@@ -38,28 +38,30 @@ def install(target: Any, *, config: CanaryConfig | None = None, **options: Any) 
 
     Args:
         target: a transformers model, or its `ContinuousBatchingManager`.
-        config: how to behave; None: the defaults.
-        options: fields of `CanaryConfig` instead of a config; and `on_report`, called with every written-out report.
+        config: how to behave; None: what the environment says, see `CanaryConfig.from_env`.
+        options: instead of a config, fields of `CanaryConfig`, which come before the environment's; and in any case
+            `on_report`, called with every written-out report, and `identity`, which tells what a request's KV depends
+            on besides its tokens (adapter, cache salt, version of the weights; see the adapter's `install`).
 
     Raises:
         TypeError: nothing is known about objects like `target`.
         ValueError: the engine's version or configuration is not one that the adapter knows.
         RuntimeError: the engine's cache is in use, so that its slots have no records.
     """
-    on_report = options.pop("on_report", None)
-    if options:
-        if config is not None:
-            raise TypeError(must_be("install", "options", "left out where a config is given", ", ".join(options)))
-        config = CanaryConfig(**options)
-    config = config or CanaryConfig()
+    callbacks = {name: options.pop(name) for name in ("on_report", "identity") if name in options}
+    unknown = sorted(set(options) - {field.name for field in dataclasses.fields(CanaryConfig)})
+    if unknown:
+        raise TypeError(must_be("install", "options", "settings of CanaryConfig", ", ".join(unknown)))
+    if options and config is not None:
+        raise TypeError(must_be("install", "options", "left out where a config is given", ", ".join(options)))
+    if config is None:
+        config = CanaryConfig.from_env(**options)
     # Engines run their forwards in threads of their own, which do not see a `use_backend` block around this call.
     config = dataclasses.replace(config, backend=config.backend or active_backend())
     for cls in type(target).__mro__:
         adapter = _ADAPTERS.get(cls.__module__.partition(".")[0])
         if adapter is not None:
-            installation: Installation = importlib.import_module(adapter).install(
-                target, config=config, on_report=on_report
-            )
+            installation: Installation = importlib.import_module(adapter).install(target, config=config, **callbacks)
             return installation
     expected = f"an object of {' or '.join(_ADAPTERS)}"
     raise TypeError(must_be("install", "target", expected, f"{type(target).__module__}.{type(target).__name__}"))

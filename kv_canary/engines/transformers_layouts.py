@@ -1,143 +1,20 @@
-"""Where transformers' continuous batching keeps KV, and when it lets go of it, by version.
-
-A layout knows the pools, the groups and the numbering of slots of one version, and tells the adapter three things as
-they happen: blocks freed, blocks copied, requests forgotten. Record slots are dense: block * page + offset, shifted
-by one where the engine's slot 0 is real.
-"""
+"""Where transformers' continuous batching keeps KV, by version."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kv_canary.constants import BAD_SLOT
 from kv_canary.engines.patches import Patches
+from kv_canary.engines.transformers_base import Events, Layout, buffer_group, page_slots
 from kv_canary.errors import must_be
-from kv_canary.pools import BufferGroup, KvPool
+from kv_canary.pools import KvPool
 from kv_canary.specs.structures import KvSource
 
-
-@dataclass(frozen=True, kw_only=True)
-class Events:
-    """What a layout tells the adapter. Slots are record slots.
-
-    Args:
-        freed: (pool, slots, request): nothing names their content any more, because of that request if one is named.
-        copied: (pool, source slots, destination slots, request): the engine copied them, for that request.
-        request_freed: (request): the engine forgot its blocks.
-        all_freed: every request was forgotten.
-        cleared: the cache was emptied.
-        before_copy: frees up to here happened before what is copied next.
-    """
-
-    freed: Callable[[KvPool, torch.Tensor, str | None], None]
-    copied: Callable[[KvPool, torch.Tensor, torch.Tensor, str], None]
-    request_freed: Callable[[str], None]
-    all_freed: Callable[[], None]
-    cleared: Callable[[], None]
-    before_copy: Callable[[], None]
-
-
-class Layout(ABC):
-    """One version's cache. `groups` are in the order of the engine's index tensors."""
-
-    groups: tuple[BufferGroup, ...]
-
-    def __init__(self, processor: Any, *, read_bytes: int) -> None:
-        self.processor = processor
-        self.cache = processor.cache
-        self.read_bytes = read_bytes
-        # The request whose blocks are being freed right now.
-        self.freeing: str | None = None
-
-    @abstractmethod
-    def to_slots(self, group: int, indices: torch.Tensor) -> torch.Tensor:
-        """Turn the engine's int64 slot indices into record slots: 0 for trash, BAD_SLOT for what no group may name."""
-
-    @abstractmethod
-    def watch(self, patches: Patches, events: Events) -> None:
-        """Wrap what frees, copies and clears."""
-
-    @abstractmethod
-    def empty(self) -> bool:
-        """Make the cache forget what no request uses; return whether it is empty then."""
-
-    @abstractmethod
-    def host_blocks(self, request_id: str) -> Mapping[KvPool, list[tuple[int, list[int]]]]:
-        """Return the request's host-tier blocks: per pool, (group, block ids) in order; empty if it has none."""
-
-    @abstractmethod
-    def block_table(self, group: int) -> dict[str, list[int]]:
-        """Return the live block table of a group."""
-
-    @abstractmethod
-    def block_slots(self, pool: KvPool, blocks: list[int], *, host: bool = False) -> torch.Tensor:
-        """Return the record slots, int64, of whole blocks, in order; of the host tier's blocks with `host`."""
-
-    def watch_offloading(self, patches: Patches, events: Events) -> None:
-        """Carry records to the host tier and back. Records are moved before the freed blocks are retired."""
-        offloading = self.processor.offloading_manager
-
-        def offload(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            events.before_copy()
-            tables = [{r: list(b) for r, b in self.block_table(g).items()} for g in range(len(self.groups))]
-            known = set(offloading._request_id_to_cpu_blocks)
-            result = original(*args, **kwargs)
-            for request_id in set(offloading._request_id_to_cpu_blocks) - known:
-                for pool, parts in self.host_blocks(request_id).items():
-                    for group, host in parts:
-                        blocks = tables[group][request_id][: len(host)]
-                        src, dst = self.block_slots(pool, blocks), self.block_slots(pool, host, host=True)
-                        events.copied(pool, src, dst, request_id)
-            return result
-
-        def restore(original: Callable[..., Any], requests_in_batch: list[Any]) -> Any:
-            events.before_copy()
-            ids = [f.state.request_id for f in requests_in_batch if f.state.is_cpu_offloaded]
-            hosts = {request_id: self.host_blocks(request_id) for request_id in ids}
-            result = original(requests_in_batch)
-            for request_id, pools in hosts.items():
-                for pool, parts in pools.items():
-                    for group, host in parts:
-                        blocks = self.block_table(group).get(request_id, [])[: len(host)]
-                        src = self.block_slots(pool, host[: len(blocks)], host=True)
-                        events.copied(pool, src, self.block_slots(pool, blocks), request_id)
-            return result
-
-        patches.wrap(offloading, "offload_requests", offload)
-        patches.wrap(offloading, "restore_scheduled_requests", restore)
-
-    def _watch_requests(self, patches: Patches, events: Events) -> None:
-        def free(original: Callable[..., Any], request_id: str, *args: Any, **kwargs: Any) -> Any:
-            self.freeing = request_id
-            try:
-                result = original(request_id, *args, **kwargs)
-            finally:
-                self.freeing = None
-            events.request_freed(request_id)
-            return result
-
-        def free_all(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            events.all_freed()
-            return result
-
-        patches.wrap(self.cache, "free_blocks", free)
-        patches.wrap(self.cache, "free_all_requests", free_all)
-
-    def _copy(self, events: Events, group: int, pool: KvPool, pairs: list[tuple[int, int]]) -> None:
-        """Report copied blocks, grouped by the request that each destination now belongs to."""
-        owners = {block: request for request, blocks in self.block_table(group).items() for block in blocks}
-        by_request: dict[str, list[tuple[int, int]]] = {}
-        for src, dst in pairs:
-            by_request.setdefault(owners[dst], []).append((src, dst))
-        for request, mine in by_request.items():
-            src_slots = self.block_slots(pool, [s for s, _ in mine])
-            events.copied(pool, src_slots, self.block_slots(pool, [d for _, d in mine]), request)
+__all__ = ["BlockLayout", "Layout", "SectorLayout", "layout_class"]
 
 
 class SectorLayout(Layout):
@@ -147,10 +24,12 @@ class SectorLayout(Layout):
         super().__init__(processor, read_bytes=read_bytes)
         cache = self.cache
         self.allocators = list(cache.cache_allocators.values())
+        # The engine makes every allocator with the one page size of its configuration.
+        self.page = self.allocators[0].tokens_per_page
         cpu_sectors = getattr(processor.offloading_manager, "_num_cpu_sectors", 0)
         groups = []
         for allocator in self.allocators:
-            page, stride = allocator.tokens_per_page, allocator.block_physical_stride
+            page, stride = self.page, allocator.block_physical_stride
             num_blocks = (cache.num_sectors + 2) * allocator.blocks_per_sector
             views = [allocator._kv_token_views[layer] for layer in allocator.layer_indices]
             pool = KvPool(
@@ -162,7 +41,7 @@ class SectorLayout(Layout):
                 layer_names=tuple(f"layer {i}" for i in allocator.layer_indices),
                 device=cache.device,
             )
-            groups.append(_group(allocator.layer_type, pool, getattr(allocator, "sliding_window", None)))
+            groups.append(buffer_group(allocator.layer_type, pool, getattr(allocator, "sliding_window", None)))
         self.groups = tuple(groups)
 
     def _source(self, views: list[torch.Tensor], num_blocks: int, page: int, stride: int) -> KvSource:
@@ -180,9 +59,9 @@ class SectorLayout(Layout):
     def to_slots(self, group: int, indices: torch.Tensor) -> torch.Tensor:
         allocator = self.allocators[group]
         block, offset = indices // allocator.block_physical_stride, indices % allocator.block_physical_stride
-        slots = block * allocator.tokens_per_page + offset
+        slots = block * self.page + offset
         # An offset past the page is another layer's memory.
-        slots = torch.where(offset < allocator.tokens_per_page, slots, BAD_SLOT)
+        slots = torch.where(offset < self.page, slots, BAD_SLOT)
         trash = (indices >= 0) & (block < 2 * allocator.blocks_per_sector)
         return torch.where(trash, 0, slots)
 
@@ -192,6 +71,17 @@ class SectorLayout(Layout):
         def free(original: Callable[..., Any], index: int, block_ids: list[int]) -> Any:
             result = original(index, block_ids)
             events.freed(by_index[index], self.block_slots(by_index[index], list(block_ids)), self.freeing)
+            return result
+
+        def allocate(original: Callable[..., Any], index: int) -> Any:
+            # A sector may have been another attention type's before.
+            sector = pool.free_sectors[-1]
+            result = original(index)
+            for allocator, group in zip(self.allocators, self.groups, strict=True):
+                if allocator.index != index:
+                    count = allocator.blocks_per_sector
+                    blocks = list(range(sector * count, (sector + 1) * count))
+                    events.reused(group.pool, self.block_slots(group.pool, blocks))
             return result
 
         def reset(original: Callable[..., Any]) -> Any:
@@ -204,13 +94,14 @@ class SectorLayout(Layout):
             result = original(copies)
             for g, allocator in enumerate(self.allocators):
                 src, dst = copies.get(allocator.layer_type, ([], []))
-                self._copy(events, g, self.groups[g].pool, list(zip(src, dst, strict=True)))
+                self.copied(events, g, self.groups[g].pool, list(zip(src, dst, strict=True)))
             return result
 
         patches.wrap(pool, "free_blocks", free)
+        patches.wrap(pool, "allocate_sector", allocate)
         patches.wrap(pool, "reset", reset)
         patches.wrap(self.cache, "perform_cache_copy", copy)
-        self._watch_requests(patches, events)
+        self.watch_requests(patches, events, marks="mark_complete_blocks")
         self.watch_offloading(patches, events)
 
     def empty(self) -> bool:
@@ -232,8 +123,13 @@ class SectorLayout(Layout):
         return table
 
     def block_slots(self, pool: KvPool, blocks: list[int], *, host: bool = False) -> torch.Tensor:
-        group = next(i for i, g in enumerate(self.groups) if g.pool is pool)
-        return _block_slots(blocks, self.allocators[group].tokens_per_page, pool.num_slots if host else 0)
+        return page_slots(blocks, self.page, pool.num_slots if host else 0)
+
+    def cached_blocks(self, group: int) -> list[int]:
+        return list(self.allocators[group].ledger.block_to_hash)
+
+    def key(self, group: int, block: int) -> object:
+        return self.allocators[group].ledger.block_to_hash.get(block)
 
 
 class BlockLayout(Layout):
@@ -258,7 +154,7 @@ class BlockLayout(Layout):
         )
         windows = [getattr(m, "sliding_window", None) for m in self.managers]
         names = [f"{'full' if w is None else 'sliding'}_attention_{i}" for i, w in enumerate(windows)]
-        self.groups = tuple(_group(n, self.pool, w) for n, w in zip(names, windows, strict=True))
+        self.groups = tuple(buffer_group(n, self.pool, w) for n, w in zip(names, windows, strict=True))
 
     def _source(self, tensors: list[torch.Tensor]) -> KvSource:
         bytes_per_token = tensors[0][0].numel() * tensors[0].element_size()
@@ -304,14 +200,14 @@ class BlockLayout(Layout):
             pairs = list(zip(src, dst, strict=True))
             for g in range(len(self.groups)):
                 mine = {b for table in self.block_table(g).values() for b in table}
-                self._copy(events, g, self.pool, [(s, d) for s, d in pairs if d in mine])
+                self.copied(events, g, self.pool, [(s, d) for s, d in pairs if d in mine])
             return result
 
         patches.wrap(blocks, "get_free_blocks", take)
         patches.wrap(blocks, "free_blocks", free)
         patches.wrap(blocks, "uninitialize_unshared_block", drop)
         patches.wrap(self.cache, "copy_cache", copy)
-        self._watch_requests(patches, events)
+        self.watch_requests(patches, events, marks="mark_shareable_blocks_as_complete")
         self.watch_offloading(patches, events)
 
     def empty(self) -> bool:
@@ -336,7 +232,18 @@ class BlockLayout(Layout):
         return table
 
     def block_slots(self, pool: KvPool, blocks: list[int], *, host: bool = False) -> torch.Tensor:
-        return _block_slots(blocks, self.page, pool.num_slots if host else 1)
+        return page_slots(blocks, self.page, pool.num_slots if host else 1)
+
+    def cached_blocks(self, group: int) -> list[int]:
+        return [b for b in self.cache._block_manager._hash_to_id.values() if self.key(group, b) is not None]
+
+    def key(self, group: int, block: int) -> object:
+        blocks = self.cache._block_manager
+        known = blocks._id_to_block.get(block)
+        # One that was evicted, but not handed out again yet, still has its hash.
+        if known is None or known.group_id != group or blocks._hash_to_id.get(known.hash) != block:
+            return None
+        return known.hash
 
 
 # The versions that were read and run, by (major, minor).
@@ -355,17 +262,3 @@ def layout_class(version: str) -> type[Layout]:
         known = " or ".join(f"{major}.{minor}" for major, minor in _LAYOUTS)
         raise ValueError(must_be("transformers adapter", "transformers version", known, version))
     return _LAYOUTS[key]
-
-
-def _group(name: str, pool: KvPool, sliding_window: int | None) -> BufferGroup:
-    if sliding_window is None:
-        return BufferGroup(name=name, pool=pool)
-    if sliding_window < 2:
-        expected = "at least 2, so that something of the past is read"
-        raise ValueError(must_be("transformers adapter", "sliding_window", expected, str(sliding_window)))
-    return BufferGroup(name=name, pool=pool, window=sliding_window - 1, ring=True)
-
-
-def _block_slots(blocks: list[int], page: int, first: int) -> torch.Tensor:
-    starts = torch.tensor(blocks, dtype=torch.int64) * page + first
-    return (starts[:, None] + torch.arange(page)).reshape(-1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +109,54 @@ def drop_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", unpinned)
 
 
+class _Immediate:
+    """A stream or an event of a device on which everything has happened as soon as it is launched."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record_event(self, *args: Any) -> None:
+        pass
+
+    wait_event = wait_stream = synchronize = record_event
+
+
+class _Torch:
+    """PyTorch, with streams and events that need no GPU."""
+
+    Event = _Immediate
+
+    class _Cuda:
+        Stream = Event = _Immediate
+
+        @staticmethod
+        def is_available() -> bool:
+            return True
+
+        @staticmethod
+        def stream(stream: Any) -> Any:
+            return nullcontext()
+
+    cuda = _Cuda
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def allow_async_batching(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine batch asynchronously on a CPU: the same order of things, each over as soon as it is begun."""
+    for name in ("input_outputs", "model_runner", "offloading_manager", "continuous_api"):
+        module = importlib.import_module(f"transformers.generation.continuous_batching.{name}")
+        if hasattr(module, "stream_context"):
+            monkeypatch.setattr(module, "stream_context", lambda stream: nullcontext())
+        if hasattr(module, "create_device_stream"):
+            monkeypatch.setattr(module, "create_device_stream", _Immediate)
+        if name != "continuous_api":
+            monkeypatch.setattr(module, "torch", _Torch())
+        if name == "input_outputs":
+            monkeypatch.setattr(module.ContinuousBatchingAsyncIOs, "_supported_device_types", ("cpu",), raising=False)
+
+
 class Prompts:
     """Random token lists, the same ones for the same seed."""
 
@@ -189,6 +238,7 @@ class Happened:
     forks: int = 0
     restores: int = 0
     cancelled_running: int = 0
+    asynchronous: bool = False
     prefixes: list[int] = field(default_factory=list)
 
     def relied_on(self, groups: Sequence[BufferGroup]) -> int:
@@ -215,7 +265,9 @@ def watch_engine(monkeypatch: pytest.MonkeyPatch) -> Happened:
         monkeypatch.setattr(owner, name, spied)
 
     def forward(runner: Any, _: Any, model: Any, batch_data: dict[str, Any]) -> None:
-        requests = runner.inputs_and_outputs.requests_in_batch
+        io = runner.inputs_and_outputs
+        happened.asynchronous |= hasattr(io, "io_pairs")
+        requests = (io.io_pairs[io.current_pair].host_io if hasattr(io, "io_pairs") else io).requests_in_batch
         if any(f.state.request_id.startswith("__warmup_") for f in requests):
             happened.warm_ups += 1
             return

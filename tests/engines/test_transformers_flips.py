@@ -15,7 +15,7 @@ import torch
 
 import kv_canary
 
-from .scenarios import Prompts, make_model, serve
+from .scenarios import Prompts, allow_async_batching, make_model, serve
 
 FLIPS = 200
 
@@ -201,3 +201,31 @@ def test_every_byte_of_every_layer_comes_round_once() -> None:
         covered[layer, start:end] += 1
     assert covered.eq(1).all()
     assert layers * source.num_windows == 128
+
+
+def test_a_token_that_the_device_carries_over_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    allow_async_batching(monkeypatch)
+    model, calls, spoiled = make_model("llama"), 0, 9
+    canary = kv_canary.install(model, backend="reference", check_tokens=True, max_reports_per_step=1024)
+    with serve(model, use_async_batching=True) as server:
+        io = server.manager.batch_processor.inputs_and_outputs
+        carry = io.carry_over_tokens
+
+        def wrong(input_ids: torch.Tensor, *args: torch.Tensor) -> None:
+            nonlocal calls
+            carry(input_ids, *args)
+            # The canary asks beforehand, on a copy; only what the model is given is wrong.
+            inside = any(input_ids.data_ptr() == p.device_io.input_ids.data_ptr() for p in io.io_pairs)
+            calls += inside
+            if inside and calls == spoiled:
+                input_ids[0, 0] += 1
+
+        io.carry_over_tokens = wrong
+        server.run(Prompts().of_lengths(20), new_tokens=16)
+    canary.flush()
+    first = min(r.step for r in canary.reports)
+    found = [r for r in canary.reports if r.step == first]
+    # Held against the request's own tokens by the next forward.
+    assert first == spoiled + 1
+    assert any("TOKEN" in r.reasons for r in found)
+    assert {r.position for r in found} == {20 + spoiled - 2}

@@ -1,0 +1,375 @@
+"""The canary of one cache of transformers' continuous batching: what it does around every forward.
+
+HEAD runs before the engine's `compute_batch` and TAIL behind it, on the engine's compute stream and outside its CUDA
+graphs. The engine keeps a graph for every padded size it meets, and captures it when it first meets it; inside, HEAD
+and TAIL would need static tables for each, and graphs that exist could not be watched. Outside, they are a few more
+launches, the engine's graphs and their memory stay as they are, and a replay is a forward like any other: what it
+reads and writes lies in the engine's static tensors, which is what the canary looks at.
+
+With asynchronous batching the host prepares a forward while the one before it still runs. The engine takes in the
+tokens of forward N - 1 before it prepares forward N + 1, so the tokens of every prefix are known by then; the new ones
+are not, if they were sampled by forward N. They are taken from the device: carried over for HEAD as the engine is about
+to do it, and as the model was given them for TAIL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from kv_canary.capacities import CanaryLimits
+from kv_canary.config import CanaryConfig
+from kv_canary.constants import BAD_SLOT
+from kv_canary.engines.patches import Patches
+from kv_canary.engines.transformers_base import Events, Layout
+from kv_canary.errors import must_be
+from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager
+from kv_canary.host import send
+from kv_canary.identity import Identity, word_of
+from kv_canary.manager import CanaryManager
+from kv_canary.pools import KvPool
+from kv_canary.reports import CanaryViolationError, ViolationReport
+from kv_canary.rows import RowTable
+from kv_canary.state import widen
+from kv_canary.sweep import CachedSlots
+
+WARMUP_PREFIX = "__warmup_"
+
+
+class Session:
+    """The canary of one batch processor and its cache.
+
+    Args:
+        processor: the engine's `ContinuousBatchProcessor`.
+        layout: makes the layout of its cache.
+        config: how to behave.
+        on_report: called with every report that is written out.
+        identity: tells what a request's KV depends on besides its tokens; asked when the engine takes the request in,
+            and again where it comes back after the engine had let go of its cache.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        *,
+        layout: type[Layout],
+        config: CanaryConfig,
+        on_report: Callable[[ViolationReport], None] | None,
+        identity: Callable[[Any], Identity] | None,
+    ) -> None:
+        self.processor: Any = processor
+        self.error: CanaryViolationError | None = None
+        self._identity = identity
+        self._identities: dict[str, int] = {}
+        self._written: dict[str, int] = {}
+        device = torch.device(processor.cache.device)
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(must_be("transformers adapter", "device", "a CPU or a CUDA device", str(device)))
+        self._stream: torch.cuda.Stream | None = (
+            processor.inputs_and_outputs.compute_stream if device.type == "cuda" else None
+        )
+        # Forwards run in the engine's thread; flushes and uninstalling come from others.
+        self._lock = threading.RLock()
+        self._freed: dict[tuple[KvPool, int], list[torch.Tensor]] = {}
+        self._patches = Patches()
+        # All that HEAD and TAIL work on is allocated on their stream, so that it is not reused while they run.
+        with self._on_stream():
+            self.layout = layout(processor, read_bytes=config.read_bytes)
+            if not self.layout.empty():
+                raise RuntimeError(
+                    must_be("transformers adapter", "the cache", "empty when installed", "requests in it")
+                )
+            max_requests = _host_inputs(processor).max_requests_per_batch
+            limits = CanaryLimits(
+                max_rows=2 * max_requests + 1,
+                max_requests=max_requests,
+                max_tokens=processor.cache.max_batch_tokens,
+                max_len=max(g.pool.num_slots for g in self.layout.groups),
+            )
+            self._rows = RowTable(limits.max_rows)
+            self.manager = CanaryManager(
+                self.layout.groups,
+                limits=limits,
+                config=config,
+                rows=self._rows,
+                on_report=on_report,
+                cached=self._cached,
+            )
+            self._tables = [
+                torch.zeros(limits.max_rows, 256, dtype=torch.int32, device=self.manager.device)
+                for _ in self.layout.groups
+            ]
+        events = Events(
+            freed=self._note_freed,
+            copied=self._copied,
+            request_freed=self._forget,
+            all_freed=self._forget_all,
+            reused=self._drop,
+            cleared=self._cleared,
+            before_copy=self._retire_freed,
+            written=lambda request_id: self._written.get(request_id, 0),
+        )
+        try:
+            self._patches.wrap(processor.model_runner, "compute_batch", self._compute_batch)
+            self.layout.watch(self._patches, events)
+        except BaseException:
+            self._patches.undo_all()
+            self.manager.close()
+            raise
+
+    def flush(self) -> None:
+        """Wait for everything launched, and report it now.
+
+        Raises:
+            CanaryViolationError: in raise mode, if there was anything to report, now or in a forward before.
+        """
+        with self._lock, self._on_stream():
+            error, self.error = self.error, None
+            self.manager.flush()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Leave the engine as it was found, and report what is left; in raise mode it is kept in `error`."""
+        self._patches.undo_all()
+        with self._lock, self._on_stream():
+            if self.processor is None:
+                return
+            self.processor = None
+            try:
+                self.manager.flush()
+            except CanaryViolationError as error:
+                self.error = self.error or error
+            finally:
+                self.manager.close()
+
+    def _compute_batch(self, original: Callable[..., Any], model: Any, batch_data: dict[str, Any]) -> Any:
+        begun = self._before(batch_data)
+        if begun is None:
+            return original(model, batch_data)
+        forward, batch = begun
+        try:
+            result = original(model, batch_data)
+        except BaseException:
+            with self._lock, self._on_stream():
+                forward.abort()
+            raise
+        self._after(forward, batch, batch_data)
+        return result
+
+    def _before(self, batch_data: dict[str, Any]) -> tuple[SingleForwardManager, ForwardBatch] | None:
+        """Verify what the forward is about to read; return it and its batch, or None if it is not to be watched."""
+        with self._lock, self._on_stream():
+            if self.processor is None:
+                # Uninstalled, by another thread, since the engine made this call.
+                return None
+            requests = _host_inputs(self.processor).requests_in_batch
+            if any(f.state.request_id.startswith(WARMUP_PREFIX) for f in requests):
+                self._forget_blocks(f.state.request_id for f in requests)
+                return None
+            self._retire_freed()
+            forward = self.manager.forward()
+            try:
+                batch = self._batch(requests, batch_data)
+                forward.begin(batch)
+                forward.head()
+            except CanaryViolationError as error:
+                self.error = error
+                raise
+            except BaseException:
+                forward.abort()
+                raise
+            return forward, batch
+
+    def _after(self, forward: SingleForwardManager, batch: ForwardBatch, batch_data: dict[str, Any]) -> None:
+        """Record what the forward has written."""
+        with self._lock, self._on_stream():
+            if self.processor is None:
+                forward.abort()
+                return
+            try:
+                forward.tail(input_ids=_input_ids(batch_data) if _is_async(self.processor) else None)
+                self._written.update((r.request_id, r.prefix_len + r.extend_len) for r in batch.requests)
+                forward.end()
+            except BaseException:
+                forward.abort()
+                raise
+
+    def _batch(self, requests: Sequence[Any], batch_data: dict[str, Any]) -> ForwardBatch:
+        keep = {f.state.request_id for f in requests}
+        described = [
+            ForwardRequest(
+                request_id=state.request_id,
+                row=self._rows.row(state.request_id, keep=keep),
+                owner=self._rows.owner(state.request_id),
+                # The engine has already counted this forward's tokens.
+                prefix_len=state.position_offset - extend,
+                extend_len=extend,
+                tokens=own_tokens(state),
+                identity=self._identity_of(state),
+            )
+            for state, extend in ((f.state, f.query_length) for f in requests)
+        ]
+        tokens = sum(r.extend_len for r in described)
+        out_slots, tables = {}, {}
+        for g, group in enumerate(self.layout.groups):
+            out_slots[group.name] = self._fill_table(g, described, batch_data)
+            tables[group.name] = self._tables[g]
+        input_ids = _input_ids(batch_data)
+        if _is_async(self.processor):
+            io = self.processor.inputs_and_outputs
+            input_ids = input_ids.clone()
+            carry_over_ids, previous_ids, _ = io.get_cb_kwargs()
+            io.carry_over_tokens(input_ids[None], carry_over_ids, previous_ids)
+        return ForwardBatch(
+            requests=described,
+            input_ids=input_ids[:tokens],
+            positions=batch_data["position_ids"][0, :tokens],
+            out_slots=out_slots,
+            tables=tables,
+        )
+
+    def _fill_table(self, g: int, requests: Sequence[ForwardRequest], batch_data: dict[str, Any]) -> torch.Tensor:
+        """Write the slots that the model is about to read into the group's table; return those it will write.
+
+        The engine names slots in one of two ways. Its read index holds, per request, the slots of its cached positions
+        and then one entry per new token; its write index one per new token. In decode steps through a kernel that
+        finds them itself, its block table holds, per request, where its blocks begin, counted in pages.
+        """
+        group, layout, device = self.layout.groups[g], self.layout, self.manager.device
+        pages = batch_data.get("block_table")
+        cached = [min(r.prefix_len, group.window) if group.window else r.prefix_len for r in requests]
+        longest = max((r.prefix_len for r in requests), default=0)
+        if longest > self._tables[g].shape[1]:
+            self._tables[g] = widen(self._tables[g], longest)
+        begin, base = [0], [0]
+        for r, n in zip(requests, cached, strict=True):
+            begin.append(begin[-1] + n)
+            base.append(base[-1] + n + r.extend_len)
+        prefixes = [r.prefix_len for r in requests]
+        numbers = send(device, cached, begin[:-1], base[:-1], prefixes, [r.row for r in requests])
+        count, start, read_start, prefix, rows = numbers
+        of = torch.repeat_interleave(torch.arange(len(requests), device=device), count, output_size=sum(cached))
+        k = torch.arange(len(of), device=device) - start[of]
+        positions = prefix[of] - count[of] + k
+        if pages is None:
+            read_index, write_index = batch_data["read_index"][g], batch_data["write_index"][g]
+            if missing := max(0, base[-1] - len(read_index)) if len(of) else 0:
+                # Reported as out of range, instead of being looked up there.
+                read_index = torch.nn.functional.pad(read_index, (0, missing), value=BAD_SLOT)
+            read = read_index[read_start[of] + k]
+            written = write_index[: sum(r.extend_len for r in requests)]
+        else:
+            # Such a step has one new token a request.
+            each = torch.arange(len(requests), device=device)
+            read = _look_up(pages[g], of, positions, page=layout.page)
+            written = _look_up(pages[g], each, prefix, page=layout.page)
+        self._tables[g][rows[of], positions] = layout.to_slots(g, read).to(torch.int32)
+        return layout.to_slots(g, written)
+
+    def _identity_of(self, state: Any) -> int:
+        if self._identity is None:
+            return 0
+        if state.request_id not in self._identities:
+            self._identities[state.request_id] = word_of(self._identity(state))
+        return self._identities[state.request_id]
+
+    def _cached(self) -> Sequence[CachedSlots]:
+        return self.layout.cached(anchored=self._identity is not None)
+
+    def _forget_blocks(self, request_ids: Iterable[str]) -> None:
+        """Drop the records of what a warm-up writes into: blocks that were freed, whose bytes change now."""
+        self._retire_freed()
+        for request_id in request_ids:
+            for g, group in enumerate(self.layout.groups):
+                blocks = self.layout.block_table(g).get(request_id, [])
+                self._drop(group.pool, self.layout.block_slots(group.pool, blocks))
+
+    def _drop(self, pool: KvPool, slots: torch.Tensor) -> None:
+        with self._on_stream():
+            (mine,) = send(self.manager.device, slots.tolist())
+            for records in pool.buffers:
+                records[mine] = 0
+
+    def _forget(self, request_id: str) -> None:
+        self._rows.release(request_id)
+        self._identities.pop(request_id, None)
+        self._written.pop(request_id, None)
+
+    def _forget_all(self) -> None:
+        self._rows.release_all()
+        self._identities.clear()
+        self._written.clear()
+
+    def _copied(self, pool: KvPool, src: torch.Tensor, dst: torch.Tensor, request_id: str) -> None:
+        with self._on_stream():
+            sources, targets = send(self.manager.device, src.tolist(), dst.tolist())
+            self.manager.move(pool, sources, targets, owner=self._rows.owner(request_id))
+
+    def _note_freed(self, pool: KvPool, slots: torch.Tensor, request_id: str | None) -> None:
+        owner = 0 if request_id is None else self._rows.owner(request_id)
+        self._freed.setdefault((pool, owner), []).append(slots)
+
+    def _retire_freed(self) -> None:
+        with self._on_stream():
+            for (pool, owner), parts in self._freed.items():
+                (slots,) = send(self.manager.device, torch.cat(parts).tolist())
+                self.manager.retire(pool, slots, owner=owner)
+        self._freed.clear()
+
+    def _cleared(self) -> None:
+        self._freed.clear()
+        with self._on_stream():
+            self.manager.clear()
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Run on the stream of the forward, behind what the caller's stream has launched."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+def own_tokens(state: Any) -> Callable[[int, int], list[int]]:
+    """Return a function that gives a request's own tokens, prompt first; it follows the state as it grows.
+
+    The tokens of the forward that is about to run are among them, except that with asynchronous batching the host does
+    not know yet what the forward before it has sampled: then the list is one shorter.
+    """
+
+    def tokens(start: int, end: int) -> list[int]:
+        prompt: list[int] = state.initial_tokens
+        if start >= len(prompt):
+            return list(state.generated_tokens[start - len(prompt) : end - len(prompt)])
+        return list(prompt[start:end]) + list(state.generated_tokens[: max(0, end - len(prompt))])
+
+    return tokens
+
+
+def _look_up(pages: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor, *, page: int) -> torch.Tensor:
+    """Return the engine's slot indices of positions, by a block table in pages."""
+    columns = (positions // page).clamp(max=pages.shape[1] - 1)
+    return pages[requests, columns].long() * page + positions % page
+
+
+def _is_async(processor: Any) -> bool:
+    return hasattr(processor.inputs_and_outputs, "io_pairs")
+
+
+def _host_inputs(processor: Any) -> Any:
+    """Return what the host has prepared for the forward that is about to run."""
+    io = processor.inputs_and_outputs
+    return io.io_pairs[io.current_pair].host_io if _is_async(processor) else io
+
+
+def _input_ids(batch_data: dict[str, Any]) -> torch.Tensor:
+    """Return the model's flat input ids, padding included."""
+    ids: torch.Tensor = batch_data["input_ids"][0]
+    return ids
