@@ -15,7 +15,10 @@ OLD_TRANSFORMERS := transformers==5.17.*
 # How long `make fuzz` looks.
 MINUTES ?= 30
 
-.PHONY: help setup demo check test test-tf517 fuzz mutants planted clean
+# Processes of `make soak`.
+JOBS ?= 2
+
+.PHONY: help setup demo check test test-tf517 fuzz mutants planted soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +51,11 @@ mutants: .venv/.stamp ## change kernels and references one by one: does a test n
 
 planted: .venv/.stamp ## how long fuzzing takes to find bugs that were planted
 	.venv/bin/kv-canary difftest planted
+
+# With -P Python leaves this folder out of its path.
+soak: .venv/.stamp ## healthy engines stay silent, injected faults are found (JOBS=...); writes both to bench/results
+	.venv/bin/python -P -m kv_canary.bench.soak --jobs $(JOBS) --json bench/results/soak.json
+	.venv/bin/python -P -m kv_canary.bench.detection --jobs $(JOBS) --json bench/results/detection.json
 
 clean: ## remove environments, builds and caches; found counterexamples stay
 	rm -rf .venv .venv-tf517 build dist *.egg-info .benchmarks .mypy_cache .pytest_cache .ruff_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -14,25 +15,33 @@ from kv_canary.difftest.engine.batch import Request
 from kv_canary.difftest.engine.calls import Call
 from kv_canary.difftest.engine.config import EngineConfig
 from kv_canary.difftest.engine.engine import Engine
-from kv_canary.difftest.engine.groups import Group, LutGroup
+from kv_canary.difftest.engine.groups import Group, LutGroup, RingGroup
 from kv_canary.difftest.engine.kv_bytes import copy_slots, fill_slots
 from kv_canary.forward import ForwardBatch, ForwardRequest
 from kv_canary.manager import CanaryManager
+from kv_canary.observers import Observer
 from kv_canary.perturb import PerturbConfig
 from kv_canary.pools import BufferGroup, KvPool
 from kv_canary.reports import ViolationReport
+from kv_canary.specs.structures import KvSource
 from kv_canary.sweep import CachedSlots
 
 OnReport = Callable[[ViolationReport], None]
 
 
 class GuardedEngine(Engine):
-    """An engine on the CPU whose forwards, frees and copies a canary follows.
+    """An engine whose forwards, frees and copies a canary follows.
+
+    Its books are kept on the CPU. On another device the K/V bytes lie there, and tables and LUTs are copied there
+    before each forward.
 
     Args:
         config: the engine's; what it says of the canary's own set-up (capacities, strides, ...) plays no part.
         canary: the canary's.
         on_report: called with every report.
+        perturb: faults that the canary is to inject.
+        observers: told of every step and report.
+        device: where the canary, the K/V bytes and the tables that it reads are.
     """
 
     def __init__(
@@ -42,15 +51,19 @@ class GuardedEngine(Engine):
         canary: CanaryConfig,
         on_report: OnReport | None = None,
         perturb: PerturbConfig | None = None,
+        observers: Sequence[Observer] = (),
+        device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(config)
+        self.device = torch.device(device)
+        super().__init__(_moved(config, self.device))
+        self._copies: dict[str, torch.Tensor] = {}
         self.pools = {
             group.name: KvPool(
                 name=group.name,
                 num_slots=group.config.num_slots,
                 k_source=group.config.k_source,
                 v_source=group.config.v_source,
-                device="cpu",
+                device=self.device,
             )
             for group in self.groups
         }
@@ -61,7 +74,7 @@ class GuardedEngine(Engine):
                     pool=self.pools[group.name],
                     window=group.config.window,
                     ring=group.config.kind == "ring",
-                    lut=group.lut,
+                    lut=None if group.lut is None else self._there(f"LUT of {group.name}", group.lut),
                     token_offset=config.token_offset,
                 )
                 for group in self.groups
@@ -74,11 +87,14 @@ class GuardedEngine(Engine):
             ),
             config=canary,
             on_report=on_report,
+            observers=observers,
             perturb=perturb,
             cached=self.cached_slots,
         )
-        # Called once a forward has been prepared and before it runs, and once it has run: for faults.
+        # Called once a forward has been prepared and before it runs, between HEAD and the model, and once it has run:
+        # for faults. What the second raises is the model's failure.
         self.before_forward: Callable[[ForwardBatch], None] | None = None
+        self.during_forward: Callable[[ForwardBatch], None] | None = None
         self.after_forward: Callable[[ForwardBatch], None] | None = None
 
     def run(self, action: Action) -> None:
@@ -98,6 +114,14 @@ class GuardedEngine(Engine):
             self.manager.move(self.pools[group.name], torch.tensor(src), torch.tensor(dst), owner=owner)
         yield from ()
 
+    def restart(self) -> None:
+        kept = {group.name: group.lookup for group in getattr(self, "groups", []) if isinstance(group, LutGroup)}
+        super().restart()
+        for group in self.luts:
+            # A LUT stays where the canary knows it to be.
+            if group.name in kept:
+                group.lookup = group.lut = kept[group.name].zero_()
+
     def flush(self) -> None:
         super().flush()
         self.manager.clear()
@@ -107,6 +131,8 @@ class GuardedEngine(Engine):
         if self.before_forward is not None:
             self.before_forward(batch)
         with self.manager.forward().around(batch):
+            if self.during_forward is not None:
+                self.during_forward(batch)
             for group in self.groups:
                 for source in group.sources:
                     fill_slots(source, batch.out_slots[group.name].tolist(), self.rng)
@@ -142,6 +168,8 @@ class GuardedEngine(Engine):
     def forward_batch(self, extends: Mapping[Request, int]) -> ForwardBatch:
         """Return the forward that extends requests by so many tokens."""
         batch = self.batch(extends, padding=0)
+        for group in self.luts:
+            self._there(f"LUT of {group.name}", group.lookup)
         return ForwardBatch(
             requests=[
                 ForwardRequest(
@@ -158,9 +186,43 @@ class GuardedEngine(Engine):
             input_ids=batch.input_ids,
             positions=batch.positions,
             out_slots=batch.out_slots,
-            tables={group.name: group.table for group in self.groups},
+            tables={group.name: self._there(_table_name(group), group.table) for group in self.groups},
             expected_input_ids=batch.expected_input_ids,
         )
+
+    def _there(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what the books have, on the device and as it is now: on the CPU itself, else a copy, always the same.
+
+        Rows of a copy lie next to each other.
+        """
+        if self.device.type == "cpu":
+            return tensor
+        if name not in self._copies:
+            self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        return self._copies[name].copy_(tensor)
+
+
+def _table_name(group: Group) -> str:
+    """Return what tells tables apart: the groups whose slots come from the pages share one."""
+    return f"table of {group.name}" if isinstance(group, RingGroup) else "table of the pages"
+
+
+def _moved(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """Return `config` with its K/V bytes on `device`, in the same layout."""
+    if device.type == "cpu":
+        return config
+
+    def move(source: KvSource | None) -> KvSource | None:
+        if source is None:
+            return None
+        layers = []
+        for layer in source.layers:
+            storage = torch.empty(0, dtype=layer.dtype).set_(layer.untyped_storage())  # type: ignore[call-overload]
+            layers.append(storage.to(device).as_strided(layer.shape, layer.stride(), layer.storage_offset()))
+        return replace(source, layers=tuple(layers))
+
+    groups = [replace(g, k_source=move(g.k_source), v_source=move(g.v_source)) for g in config.groups]
+    return replace(config, groups=tuple(groups))
 
 
 def _history(request: Request) -> Callable[[int, int], list[int]]:

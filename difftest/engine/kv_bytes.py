@@ -14,7 +14,8 @@ def fill_slots(source: KvSource, slots: Sequence[int], rng: np.random.Generator)
     """Put random bytes into the tokens of `slots`; padding and slots outside the source are skipped."""
     rows, columns = _where(source, [s for s in slots if s > 0 and 0 <= _row(source, s) < source.num_rows])
     for layer in source.layers:
-        layer[rows, columns] = torch.from_numpy(rng.integers(0, 256, tuple(columns.shape), dtype=np.uint8))
+        written = torch.from_numpy(rng.integers(0, 256, tuple(columns.shape), dtype=np.uint8))
+        layer[rows, columns] = written.to(layer.device)
 
 
 def copy_slots(source: KvSource, src: Sequence[int], dst: Sequence[int]) -> None:

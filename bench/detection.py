@@ -1,0 +1,412 @@
+"""Does the canary find every fault, at once, and blame nothing else?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kv_canary.backends import BACKENDS
+from kv_canary.bench.facts import facts
+from kv_canary.bench.lives import draw_canary, draw_configs, prepare_backend, processes, run_tasks
+from kv_canary.bench.witness import Witness, first_steps, unexplained, unreported
+from kv_canary.config import CanaryConfig
+from kv_canary.constants import Reason
+from kv_canary.difftest.engine import EngineConfig
+from kv_canary.difftest.engine.actions import opening, random_action
+from kv_canary.perturb import MODES, PerturbConfig
+from kv_canary.perturb.config import BYTE_MODES
+
+GROUPS = ("FULL", "SWA")
+# Engines of one task, from which come up to so many runs.
+LIVES = 6
+# Actions after which a life ends in which no moment for the fault came; and those that follow the fault.
+PATIENCE, AFTERMATH = 60, 20
+# Tasks per run that is wanted, at most.
+MOST_TASKS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A few lives with one fault each.
+
+    Args:
+        mode: the fault.
+        group: "FULL" or "SWA": the kind of group that it is injected into.
+        number: the seed of everything.
+        stride: the canary's.
+        device: "cpu" or "cuda".
+        backend: the canary's.
+    """
+
+    mode: str
+    group: str
+    number: int
+    stride: int
+    device: str
+    backend: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What became of one life.
+
+    Args:
+        whose: names the life.
+        injected: whether a moment for the fault came.
+        relied_on: whether some forward or sweep relied on it afterwards.
+        found: whether there is a report of the right launch site, slot and reasons.
+        steps_late: steps from the first in which that launch site could see it to that report.
+        steps_after: steps from the injection to that report.
+        reports: how many there are.
+        blamed_wrongly: reports that nothing explains, in words.
+        silent: places that lack a report, or a reason of it, in words; of a canary that verifies everything.
+        error: what was raised.
+    """
+
+    whose: str
+    injected: bool = False
+    relied_on: bool = False
+    found: bool = False
+    steps_late: int = 0
+    steps_after: int = 0
+    reports: int = 0
+    blamed_wrongly: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
+    error: str = ""
+
+
+def run(task: Task) -> list[Run]:
+    """Live the lives of a task; those that have no group of the kind, or no bytes in it, are left out."""
+    runs = []
+    for index, drawn in enumerate(draw_configs(task.number, LIVES)):
+        rng = np.random.default_rng([task.number, index, MODES.index(task.mode), GROUPS.index(task.group)])
+        config = _suited(drawn, task, rng)
+        if config is None:
+            continue
+        whose = f"{task.mode} in {task.group}, seed {task.number}, life {index}"
+        try:
+            runs.append(_live(config, task, rng, whose))
+        except Exception as error:
+            runs.append(Run(whose=whose, error=f"{type(error).__name__}: {error}"))
+    return runs
+
+
+def _suited(config: EngineConfig, task: Task, rng: np.random.Generator) -> EngineConfig | None:
+    """Return an engine in which the fault can be, or None."""
+    groups = [g for g in config.groups if (g.kind == "full") == (task.group == "FULL")]
+    if task.mode in BYTE_MODES:
+        groups = [g for g in groups if g.k_source is not None or g.v_source is not None]
+    if not groups or (task.mode == "real_kv_unused_cache" and config.has_ring):
+        return None
+    cached = task.mode == "real_kv_unused_cache" or config.prefix_cache
+    return dataclasses.replace(config, prefix_cache=cached, token_oracle=bool(rng.random() < 0.7))
+
+
+def _live(config: EngineConfig, task: Task, rng: np.random.Generator, whose: str) -> Run:
+    canary = _canary(task, rng)
+    names = [g.kind for g in config.groups if (g.kind == "full") == (task.group == "FULL")]
+    if task.mode in BYTE_MODES:
+        names = [g.kind for g in config.groups if g.kind in names and (g.k_source or g.v_source)]
+    perturb = PerturbConfig(
+        mode=task.mode,  # type: ignore[arg-type]
+        group=str(rng.choice(names)),
+        warm_up=int(rng.integers(1, 16)),
+        seed=int(rng.integers(1 << 31)),
+    )
+    engine = Witness(config, canary=canary, perturb=perturb, device=task.device)
+    for action in opening(rng, longest=config.max_len):
+        engine.run(action)
+    for _ in range(PATIENCE):
+        if engine.injection is not None:
+            break
+        engine.run(random_action(rng, longest=config.max_len))
+    for _ in range(AFTERMATH):
+        engine.run(random_action(rng, longest=config.max_len))
+    engine.manager.flush()
+    return _judge(engine, task, whose)
+
+
+def _canary(task: Task, rng: np.random.Generator) -> CanaryConfig:
+    """Return a configuration of the canary that reports everything it finds."""
+    sweeps = [1, 3, 7] if task.mode == "real_kv_unused_cache" else [0, 0, 3]
+    return dataclasses.replace(
+        draw_canary(rng, task.backend),
+        stride=task.stride,
+        sweep_every=int(rng.choice(sweeps)),
+        quarantine=False,
+        track_lifetime=True,
+        ring_capacity=1 << 14,
+        max_reports_per_step=1 << 14,
+    )
+
+
+def _judge(engine: Witness, task: Task, whose: str) -> Run:
+    """Hold what was reported against what the fault makes of it."""
+    wrong = tuple(f"{r.sentence}" for r in unexplained(engine))
+    counted = engine.manager.summary().violations
+    if counted != len(engine.reports):
+        wrong += (f"{counted} violations were counted, {len(engine.reports)} reported",)
+    injection = engine.injection
+    if injection is None:
+        return Run(whose=whose, reports=len(engine.reports), blamed_wrongly=wrong)
+    first = first_steps(engine.must, injection.slots)
+    tag = injection.tag.name
+    if first and tag not in first:
+        # Only another launch site relied on it: a sweep, where no request came back to it, or the other way round.
+        tag = min(first, key=lambda t: first[t])
+    right = [
+        r
+        for r in engine.reports
+        if r.tag == tag and r.slot in injection.slots and injection.reasons & ~_reasons(r.reasons) == 0
+    ]
+    silent = unreported(engine) if task.stride == 1 else []
+    return Run(
+        whose=f"{whose}: {injection.where}",
+        injected=True,
+        relied_on=bool(first),
+        found=bool(first and right),
+        steps_late=right[0].step - first[tag] if first and right else 0,
+        steps_after=right[0].step - injection.step if right else 0,
+        reports=len(engine.reports),
+        blamed_wrongly=wrong,
+        silent=tuple(f"{place} must name {engine.must[place]!r}" for place in silent),
+    )
+
+
+def _reasons(names: tuple[str, ...]) -> Reason:
+    result = Reason(0)
+    for name in names:
+        result |= Reason[name]
+    return result
+
+
+@dataclass(kw_only=True)
+class Cell:
+    """The runs of one mode in one kind of group."""
+
+    mode: str
+    group: str
+    stride: int
+    wanted: int
+    runs: list[Run] = field(default_factory=list)
+    unused: int = 0
+    no_moment: int = 0
+    blamed_wrongly: int = 0
+    errors: list[str] = field(default_factory=list)
+
+    def add(self, one: Run) -> None:
+        """Count a life in; those beyond what is wanted are left out."""
+        if len(self.runs) == self.wanted:
+            return
+        if one.error:
+            self.errors.append(f"{one.whose}: {one.error}")
+            return
+        self.blamed_wrongly += bool(one.blamed_wrongly)
+        if one.relied_on:
+            self.runs.append(one)
+        elif one.injected:
+            self.unused += 1
+        else:
+            self.no_moment += 1
+
+    @property
+    def found(self) -> int:
+        """How many faults were found, of those that were relied on."""
+        return sum(r.found for r in self.runs)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all runs were had and, where every position is verified in every step, every fault was found."""
+        complete = len(self.runs) == self.wanted and not self.blamed_wrongly and not self.errors
+        all_found = self.found == len(self.runs) and not any(r.silent for r in self.runs)
+        return complete and (all_found or self.stride > 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON-ready values."""
+        late = [r.steps_late for r in self.runs if r.found]
+        after = [r.steps_after for r in self.runs if r.found]
+        return {
+            "mode": self.mode,
+            "group": self.group,
+            "stride": self.stride,
+            "runs": len(self.runs),
+            "found": self.found,
+            "blamed_wrongly": self.blamed_wrongly,
+            "median_steps_late": statistics.median(late) if late else None,
+            "most_steps_late": max(late, default=None),
+            "median_steps_after_injection": statistics.median(after) if after else None,
+            "most_steps_after_injection": max(after, default=None),
+            "reports": sum(r.reports for r in self.runs),
+            "runs_with_a_consequence_unreported": sum(bool(r.silent) for r in self.runs),
+            "unused": self.unused,
+            "no_moment": self.no_moment,
+            "errors": self.errors,
+        }
+
+
+def measure(
+    cell: Cell,
+    *,
+    number: int,
+    device: str,
+    backend: str,
+    pool: ProcessPoolExecutor,
+    ahead: int,
+    progress: Progress,
+) -> bool:
+    """Live until there are as many runs as are wanted; return whether Ctrl-C stopped it."""
+    bar = progress.add_task(f"{cell.mode} {cell.group}", total=cell.wanted)
+    tasks: Iterator[Task] = (
+        Task(mode=cell.mode, group=cell.group, number=n, stride=cell.stride, device=device, backend=backend)
+        for n in range(number, number + MOST_TASKS * cell.wanted)
+    )
+
+    def take(runs: list[Run]) -> bool:
+        for one in runs:
+            cell.add(one)
+            for text in _wrong(one, cell.stride):
+                progress.console.print(f"[bold red]wrong[/] {one.whose}: {text}", highlight=False)
+        progress.update(bar, completed=len(cell.runs))
+        return len(cell.runs) == cell.wanted
+
+    interrupted = run_tasks(run, tasks, pool=pool, ahead=ahead, take=take)
+    progress.remove_task(bar)
+    return interrupted
+
+
+def _wrong(one: Run, stride: int) -> Iterator[str]:
+    if one.error:
+        yield one.error
+    yield from islice(one.blamed_wrongly, 3)
+    yield from islice(one.silent, 3)
+    if one.relied_on and not one.found and stride == 1:
+        yield "not found"
+
+
+def show(cells: list[Cell], console: Console, *, seconds: float) -> None:
+    """Print the table of what was found, how late, and what was blamed wrongly."""
+    table = Table(title="Faults of which every one was relied on by some forward or sweep")
+    columns = ("mode", "group", "runs", "found", "blamed wrongly", "steps late", "after injection", "reports", "unused")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("mode", "group") else "right")
+    for cell in cells:
+        row = cell.as_dict()
+        steps = [f"{_number(row[f'median_{w}'])} (to {_number(row[f'most_{w}'])})" for w in _DELAYS]
+        found = f"{row['found']}" if cell.passed else f"[bold red]{row['found']}"
+        table.add_row(
+            cell.mode, cell.group, str(row["runs"]), found, str(row["blamed_wrongly"]), *steps, str(row["reports"]),
+            str(row["unused"]),
+        )  # fmt: skip
+    console.print(table)
+    verdict = "[bold green]PASS[/]" if all(c.passed for c in cells) else "[bold red]FAIL[/]"
+    console.print(f"{verdict}: {sum(c.found for c in cells)} of {sum(len(c.runs) for c in cells)} in {seconds:.0f} s")
+
+
+_DELAYS = ("steps_late", "steps_after_injection")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--runs", type=click.IntRange(1), default=200, show_default=True, help="Faults per mode and group.")
+@click.option("--mode", "modes", type=click.Choice(MODES), multiple=True, help="Only these. [default: all]")
+@click.option("--group", "groups", type=click.Choice(GROUPS), multiple=True, help="Only these. [default: both]")
+@click.option("--stride", type=click.IntRange(1), default=1, show_default=True, help="The canary's.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")
+@click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="The canary's.")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes that live.")
+@click.option("--seed", "number", type=click.IntRange(0), default=0, show_default=True, help="Of the first life.")
+@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows here too.")
+@click.option("--commit", help="The commit under test, for --json. [default: what git says]")
+def main(
+    runs: int,
+    modes: tuple[str, ...],
+    groups: tuple[str, ...],
+    stride: int,
+    device: str,
+    backend: str,
+    jobs: int,
+    number: int,
+    path: Path | None,
+    commit: str | None,
+) -> None:
+    """Inject one fault into each of many engines, and see that the canary finds it and blames nothing else.
+
+    The engines are those of `kv_canary.bench.soak`; the faults those of `KV_CANARY_PERTURB_MODE`, each injected into
+    a group of full attention (FULL) and into one with a window, a LUT or a ring (SWA). Beside the canary an engine's
+    own books say which later reads the fault makes wrong: reads of the same slot, also by requests that share it or
+    got a copy, until it is written again.
+
+    \b
+    found           a report of the launch site, slot and reasons that the injection names. A fault that only
+                    another launch site relies on (a sweep, say) must be reported by that one
+    blamed wrongly  runs with a report that no consequence of the fault explains
+    steps late      from the first step in which that launch site could see it to that report
+    unused          faults in slots that nobody relied on again before they were written anew: told apart, and
+                    replaced by further runs
+
+    Every consequence must be reported too: a flipped byte in every step that reads it. With --stride above 1 a fault
+    may be gone before its turn comes; then what is found is a rate, and a low one is no failure.
+
+    \b
+    Exit codes: 0 all found, nothing else blamed; 1 something was wrong; 2 misuse. Ctrl-C prints (and writes) what was
+    measured so far.
+
+    \b
+    Examples:
+      python -m kv_canary.bench.detection --jobs 2 --json detection.json
+      python -m kv_canary.bench.detection --runs 10 --mode real_kv_used --group SWA
+      python -m kv_canary.bench.detection --device cuda --backend triton
+    """
+    try:
+        prepare_backend(device, backend)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    console = Console()
+    cells = [
+        Cell(mode=mode, group=group, stride=stride, wanted=runs)
+        for mode in modes or MODES
+        for group in groups or GROUPS
+    ]
+    begin = time.monotonic()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed} of {task.total}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    measured = []
+    with Progress(*columns, console=console, transient=True) as progress, processes(jobs) as pool:
+        for cell in cells:
+            measured.append(cell)
+            if measure(
+                cell, number=number, device=device, backend=backend, pool=pool, ahead=jobs + 1, progress=progress
+            ):
+                break
+    show(measured, console, seconds=time.monotonic() - begin)
+    if path is not None:
+        given = {"backend": backend, "seed": number, "jobs": jobs, "seconds": round(time.monotonic() - begin, 1)}
+        rows = [{**cell.as_dict(), **facts(device, commit=commit), **given} for cell in measured]
+        path.write_text(json.dumps(rows, indent=2) + "\n")
+    raise SystemExit(0 if all(cell.passed for cell in cells) else 1)
+
+
+if __name__ == "__main__":
+    main()

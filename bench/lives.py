@@ -1,0 +1,218 @@
+"""What the campaigns over engines share: lives drawn from seeds, and processes that live them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from kv_canary.backends import BACKENDS
+from kv_canary.config import CanaryConfig
+from kv_canary.difftest.engine import Action, EngineConfig
+from kv_canary.difftest.engine.actions import random_action
+from kv_canary.difftest.engine.batch import Request
+from kv_canary.difftest.engine.groups import Group
+from kv_canary.difftest.engine.guarded import GuardedEngine
+from kv_canary.difftest.strategies.engine import engine_configs
+from kv_canary.forward import ForwardBatch
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+# How often what `random_action` never does happens: steps of nothing, and an emptied cache.
+IDLE_SHARE, FLUSH_SHARE = 0.03, 0.01
+# How often the model fails, before it has written anything.
+FAILURE_SHARE = 0.01
+
+
+class ModelFailedError(RuntimeError):
+    """The model of an engine raised, as models do; the engine tries again later."""
+
+
+class CountingEngine(GuardedEngine):
+    """An engine that counts what happens to it, in `happened`, and whose model fails now and then.
+
+    Args:
+        chance: decides when the model fails; None: it never does.
+    """
+
+    def __init__(self, *args: Any, chance: np.random.Generator | None = None, **options: Any) -> None:
+        self.happened: Counter[str] = Counter()
+        super().__init__(*args, **options)
+        self._chance = chance
+        self.relied_on = 0
+        self.during_forward = self._maybe_fail
+
+    def act(self, action: Action) -> None:
+        """Let `action` happen; a model that fails ends it."""
+        try:
+            self.run(action)
+        except ModelFailedError:
+            self.happened["failed forwards"] += 1
+
+    def flush(self) -> None:
+        self.happened["flushes"] += 1
+        super().flush()
+
+    def take_cached_prefix(self, request: Request) -> None:
+        super().take_cached_prefix(request)
+        self.happened["prefix hits"] += request.cached > 0
+
+    def retire(self, group: Group, slots: Sequence[int], *, owner: int) -> Any:
+        self.happened["slots freed"] += len(slots)
+        return super().retire(group, slots, owner=owner)
+
+    def move(self, group: Group, src: Sequence[int], dst: Sequence[int], *, owner: int) -> Any:
+        self.happened["slots copied"] += len(src)
+        return super().move(group, src, dst, owner=owner)
+
+    def finish(self, request: Request, *, keep: bool = True) -> Any:
+        self.happened["finished" if keep else "retracted"] += 1
+        return super().finish(request, keep=keep)
+
+    def step(self, work: Any, *, accepted: Any = None, padding: int = 0) -> Any:
+        for request, count in (accepted or {}).items():
+            self.happened["drafts rejected"] += max(work[request] - count, 0)
+        return super().step(work, accepted=accepted, padding=padding)
+
+    def fork(self, parent: Request) -> Any:
+        before = self.next_serial
+        yield from super().fork(parent)
+        self.happened["forks"] += self.next_serial > before
+
+    def compact(self, request: Request) -> Any:
+        before = list(request.pages)
+        yield from super().compact(request)
+        self.happened["compactions"] += request.pages != before
+
+    def evict(self, count: int) -> Any:
+        before = len(self.cache.pages())
+        yield from super().evict(count)
+        self.happened["pages evicted"] += before - len(self.cache.pages())
+
+    def _maybe_fail(self, batch: ForwardBatch) -> None:
+        self.happened["steps" if batch.requests else "empty steps"] += 1
+        self.happened["tokens"] += sum(r.extend_len for r in batch.requests)
+        for window in (group.config.window for group in self.groups):
+            self.relied_on += sum(min(r.prefix_len, window) if window else r.prefix_len for r in batch.requests)
+        if self._chance is not None and batch.requests and self._chance.random() < FAILURE_SHARE:
+            raise ModelFailedError("kv-canary: bench: the model failed, as it was told to")
+
+
+def any_action(rng: np.random.Generator, *, longest: int) -> Action:
+    """Return an action as it may come next, flushes and empty steps among them."""
+    chance = rng.random()
+    if chance < FLUSH_SHARE:
+        return Action(kind="flush")
+    if chance < FLUSH_SHARE + IDLE_SHARE:
+        return Action(kind="idle")
+    return random_action(rng, longest=longest)
+
+
+def draw_configs(number: int, count: int) -> list[EngineConfig]:
+    """Return `count` engines of any geometry, the same ones for the same `number`; owners are serial numbers."""
+    drawn: list[EngineConfig] = []
+
+    # The first example is always the simplest there is.
+    @settings(
+        max_examples=count + 1,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
+    @seed(number)
+    @given(engine_configs())
+    def draw(config: EngineConfig) -> None:
+        drawn.append(dataclasses.replace(config, serial_owners=True))
+
+    draw()
+    return drawn[1 : count + 1]
+
+
+def draw_canary(rng: np.random.Generator, backend: str) -> CanaryConfig:
+    """Return a configuration of the canary, with any of its checks on or off."""
+    sweep_every = int(rng.choice([0, 3, 7]))
+    return CanaryConfig(
+        backend=backend,
+        records=str(rng.choice(["one", "head_and_tail"])),  # type: ignore[arg-type]
+        stride=int(rng.choice([1, 1, 1, 3])),
+        read_bytes=int(rng.choice([16, 16, 5, 1 << 20])),
+        check_tokens=bool(rng.integers(2)),
+        verify_bytes_at_tail=bool(rng.integers(2)),
+        track_lifetime=sweep_every > 0 or bool(rng.random() < 0.9),
+        sweep_every=sweep_every,
+        quarantine=sweep_every > 0 and bool(rng.integers(2)),
+    )
+
+
+@contextmanager
+def processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Yield `jobs` processes, which are waited for at the end."""
+    # Not forked: a forked process cannot use a GPU that its parent has touched.
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_process)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def run_tasks(
+    function: Callable[[Task], Result],
+    tasks: Iterable[Task],
+    *,
+    pool: ProcessPoolExecutor,
+    ahead: int,
+    take: Callable[[Result], bool],
+) -> bool:
+    """Run tasks, so many at once, and hand their results to `take`, in order, until it returns True.
+
+    So what is taken depends on the tasks alone. Returns whether Ctrl-C stopped it; what is under way is not taken.
+    """
+    waiting = iter(tasks)
+    pending = [pool.submit(function, task) for task in islice(waiting, ahead)]
+    try:
+        while pending:
+            if take(pending.pop(0).result()):
+                return False
+            pending += [pool.submit(function, task) for task in islice(waiting, 1)]
+    except KeyboardInterrupt:
+        return True
+    finally:
+        for future in pending:
+            future.cancel()
+    return False
+
+
+def prepare_backend(device: str, backend: str) -> None:
+    """Check that there is such a device and backend, and let Triton be interpreted on a CPU; before any kernel import.
+
+    Raises:
+        ValueError: there is not.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"kv-canary: bench: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("kv-canary: bench: device must be there, got cuda on a machine without a CUDA GPU")
+    if device == "cpu" and backend in ("triton", "shadow"):
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _begin_process() -> None:
+    # Ctrl-C is the parent's to take.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    # What is found is handed back; it need not be logged too.
+    logging.disable(logging.CRITICAL)

@@ -1,0 +1,222 @@
+"""Overlapped scheduling, for as many steps as you like: is the canary silent, and are captured runs like eager ones?
+
+An engine whose scheduler runs a step ahead of the device (`kv_canary.bench.overlapped`) serves random requests. What
+the canary finds in rows whose results the engine threw away is counted as discarded; anything else it finds is a false
+alarm. Then the same load runs eagerly and with decode steps captured in CUDA graphs, healthy and with each kind of
+fault: both must leave the same records and report the same violations.
+
+Run: python -m kv_canary.bench.overlap --device cuda --steps 10000 --json overlap.json
+Exit codes: 0 clean, 1 a false alarm, a wrong token or a difference, 2 misuse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from kv_canary.bench.facts import facts
+from kv_canary.bench.overlapped import OverlapConfig, OverlappedEngine
+from kv_canary.config import CanaryConfig
+from kv_canary.perturb import MODES, Mode, PerturbConfig
+
+GRAPHS = (4, 12, 24)
+# Steps of the runs that are compared with each other.
+COMPARED = 120
+
+
+def lives(device: str) -> dict[str, OverlapConfig]:
+    """Return the engines that run long, by name."""
+    if device == "cpu":
+        return {
+            "prefix cache": OverlapConfig(late=True),
+            "sliding window": OverlapConfig(late=True, window=40),
+            "as fast as the host": OverlapConfig(),
+        }
+    return {
+        "prefix cache": OverlapConfig(),
+        "prefix cache, CUDA graphs": OverlapConfig(graphs=GRAPHS),
+        "sliding window": OverlapConfig(window=40),
+        "sliding window, CUDA graphs": OverlapConfig(window=40, graphs=GRAPHS),
+    }
+
+
+def run_life(
+    name: str, config: OverlapConfig, *, steps: int, device: str, canary: CanaryConfig, progress: Progress
+) -> dict[str, Any]:
+    """Run one engine and return what happened."""
+    engine = OverlappedEngine(config, canary=canary, device=device)
+    bar = progress.add_task(name, total=steps)
+    start = time.perf_counter()
+    engine.run(steps, on_step=lambda: progress.advance(bar))
+    seconds = time.perf_counter() - start
+    progress.remove_task(bar)
+    summary, cost = engine.guarded.summary(), engine.guarded.budget.cost
+    return {
+        "steps": engine.steps,
+        "seconds": round(seconds, 1),
+        "finished": engine.finished,
+        "retracted": engine.retracted,
+        "ran_on": engine.ran_on,
+        "prefix_hits": engine.prefix_hits,
+        "tokens": engine.tokens_generated,
+        "wrong_tokens": engine.wrong_tokens,
+        "replays": engine.replays,
+        "false_alarms": summary.violations,
+        "discarded": summary.discarded,
+        "status": summary.status,
+        "stride": summary.stride,
+        "cost": None if cost is None else {"fixed_us": cost.fixed * 1e6, "entry_ns": cost.entry * 1e9},
+        "positions_relied_on": summary.positions_relied_on,
+        "positions_verified": summary.positions_verified,
+        "first_alarms": [r.sentence for r in list(engine.guarded.reports)[:3]],
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    """What a run left behind."""
+
+    records: dict[str, torch.Tensor]
+    reports: list[str]
+    tags: list[tuple[str, ...]]
+    violations: int
+    injections: list[str]
+    replays: int
+
+
+def outcome(config: OverlapConfig, *, device: str, canary: CanaryConfig, perturb: PerturbConfig | None) -> _Outcome:
+    """Run one engine for a while."""
+    engine = OverlappedEngine(config, canary=canary, device=device, perturb=perturb)
+    engine.run(COMPARED)
+    manager = engine.guarded
+    return _Outcome(
+        records={name: pool.records.cpu() for name, pool in engine.pools.items()},
+        reports=sorted(json.dumps(dataclasses.asdict(r), default=str) for r in manager.reports),
+        tags=sorted({(r.tag, *r.reasons) for r in manager.reports}),
+        violations=manager.summary().violations,
+        injections=[] if manager.perturber is None else [str(i) for i in manager.perturber.injections],
+        replays=engine.replays,
+    )
+
+
+def compare(window: int, mode: Mode | None, *, device: str, canary: CanaryConfig) -> dict[str, Any]:
+    """Run the same load eagerly and with graphs, and return whether records and violations are the same."""
+    # All of them are compared, not those that come first in the ring, whose order is free.
+    canary = dataclasses.replace(canary, max_reports_per_step=canary.ring_capacity)
+    group = "swa" if window else "full"
+    perturb = None if mode is None else PerturbConfig(mode=mode, group=group, warm_up=40, every=5, count=4)
+    eager, captured = (
+        outcome(
+            OverlapConfig(overlap=False, window=window, graphs=graphs), device=device, canary=canary, perturb=perturb
+        )
+        for graphs in ((), GRAPHS)
+    )
+    return {
+        "mode": mode or "healthy",
+        "group": group,
+        "replays": captured.replays,
+        "injected": len(eager.injections),
+        "violations": eager.violations,
+        "found": eager.tags,
+        "same_records": all(torch.equal(eager.records[name], captured.records[name]) for name in eager.records),
+        "same_violations": eager.reports == captured.reports and eager.violations == captured.violations,
+        "same_injections": eager.injections == captured.injections,
+    }
+
+
+def measure(device: str, steps: int, console: Console) -> dict[str, list[dict[str, Any]]]:
+    """Run every life, and on a GPU every comparison."""
+    backend = "triton" if device == "cuda" else "reference"
+    canary = CanaryConfig(backend=backend, stride=1, sweep_every=16, check_tokens=True, check_inputs=True)
+    result: dict[str, list[dict[str, Any]]] = {"lives": [], "compared": []}
+    with Progress(console=console) as progress:
+        for name, config in lives(device).items():
+            # What is launched from the host, one kernel after the other, runs for a fifth of the time.
+            count = max(steps // 5, 1) if device == "cuda" and not config.graphs else steps
+            life = run_life(name, config, steps=count, device=device, canary=canary, progress=progress)
+            result["lives"].append({"engine": name, **life})
+        if device == "cuda":
+            # Left to itself, the canary measures what it costs here, and chooses how much of it a step can bear.
+            config, chosen = OverlapConfig(graphs=GRAPHS), dataclasses.replace(canary, stride=None)
+            name = "prefix cache, CUDA graphs, stride chosen"
+            life = run_life(name, config, steps=max(steps // 5, 1), device=device, canary=chosen, progress=progress)
+            result["lives"].append({"engine": name, **life})
+            cases: list[tuple[int, Mode | None]] = [(window, mode) for window in (0, 40) for mode in (None, *MODES)]
+            for window, mode in progress.track(cases, description="captured against eager"):
+                result["compared"].append(compare(window, mode, device=device, canary=canary))
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run lives and comparisons, print tables, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where engine and canary run")
+    parser.add_argument("--steps", type=int, default=500, help="steps of every long life (default: 500)")
+    parser.add_argument("--json", type=Path, help="write the facts here")
+    parser.add_argument("--commit", help="the commit measured, for the JSON (default: what git says)")
+    arguments = parser.parse_args(argv)
+    if arguments.steps < 1:
+        parser.error("--steps must be at least 1")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda must be on a machine with a CUDA GPU, got one without")
+    console = Console()
+    logger = logging.getLogger("kv_canary")
+    level = logger.level
+    # What is found is in the tables; it need not be logged too.
+    logger.setLevel(logging.CRITICAL)
+    try:
+        result = {
+            **facts(arguments.device, commit=arguments.commit),
+            **measure(arguments.device, arguments.steps, console),
+        }
+    finally:
+        logger.setLevel(level)
+    _print(console, result)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0 if _is_clean(result) else 1
+
+
+def _is_clean(result: Mapping[str, Any]) -> bool:
+    lives_clean = all(
+        not life["false_alarms"] and not life["wrong_tokens"] and life["status"] == "healthy"
+        for life in result["lives"]
+    )
+    return lives_clean and all(c["same_records"] and c["same_violations"] for c in result["compared"])
+
+
+def _print(console: Console, result: Mapping[str, Any]) -> None:
+    columns = ("engine", "steps", "finished", "ran_on", "replays", "wrong_tokens")
+    more = ("positions_verified", "stride", "discarded", "false_alarms", "status")
+    for title, rows, names in (
+        ("Overlapped scheduling", result["lives"], (*columns, *more)),
+        (
+            "Captured against eager",
+            result["compared"],
+            ("mode", "group", "replays", "injected", "violations", "same_records", "same_violations"),
+        ),
+    ):
+        if not rows:
+            continue
+        table = Table(title=title)
+        for name in names:
+            table.add_column(name.replace("_", " "))
+        for row in rows:
+            table.add_row(*(f"{row[n]:,}" if type(row[n]) is int else str(row[n]) for n in names))
+        console.print(table)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

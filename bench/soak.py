@@ -1,0 +1,370 @@
+"""Does the canary stay silent on engines that are healthy?"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kv_canary.backends import BACKENDS
+from kv_canary.bench import churn
+from kv_canary.bench.facts import facts
+from kv_canary.bench.lives import (
+    CountingEngine,
+    any_action,
+    draw_canary,
+    draw_configs,
+    prepare_backend,
+    processes,
+    run_tasks,
+)
+from kv_canary.difftest.engine.actions import opening
+
+# Engines of one task; they are drawn together, which is cheaper.
+LIVES = 4
+# Actions in a life; most of them are steps.
+ACTIONS = 100
+# Forwards in a life of transformers, at least.
+FORWARDS = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A few lives: of model engines, or of transformers with the model that is named.
+
+    Args:
+        number: the seed of everything in it.
+        model: one of `churn.MODELS`; "" for model engines.
+        device: "cpu" or "cuda".
+        backend: the canary's.
+    """
+
+    number: int
+    model: str
+    device: str
+    backend: str
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What lives came to.
+
+    Args:
+        lives: how many.
+        steps: forwards that served a request.
+        seconds: of all processes together.
+        relied_on, verified: cached positions, of the lives in which every one is to be verified in every step.
+        false_alarms: violations that were found, though there were none.
+        wrong: what else was not as it should be, in words; what was found, too.
+        happened: how often what happened.
+    """
+
+    lives: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    relied_on: int = 0
+    verified: int = 0
+    false_alarms: int = 0
+    wrong: list[str] = field(default_factory=list)
+    happened: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Tally) -> None:
+        """Count `other` in."""
+        for name in ("lives", "steps", "seconds", "relied_on", "verified", "false_alarms"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.wrong += other.wrong
+        self.happened += other.happened
+
+    def judge(self, whose: str, summary: dict[str, Any], reports: list[str], *, relied_on: int, every: bool) -> None:
+        """Count a life in by what the canary says of it.
+
+        Args:
+            whose: names the life.
+            summary: `CanarySummary.as_dict`.
+            reports: sentences.
+            relied_on: cached positions that the life's forwards were to read, counted beside the canary.
+            every: whether each of them is to be verified in every step.
+        """
+        self.lives += 1
+        self.false_alarms += summary["violations"] + summary["discarded"]
+        self.wrong += [f"{whose}: {sentence}" for sentence in reports[:3]]
+        if summary["status"] != "healthy":
+            self.wrong.append(f"{whose}: the canary says that it is {summary['status']}")
+        if summary["positions_relied_on"] != relied_on:
+            got = summary["positions_relied_on"]
+            self.wrong.append(f"{whose}: {relied_on} cached positions were relied on, the canary counted {got}")
+        verified = summary["positions_verified"]
+        if every:
+            self.relied_on += relied_on
+            self.verified += verified
+        if verified != relied_on if every else not 0 < verified <= max(relied_on, 1):
+            self.wrong.append(f"{whose}: {verified} of {relied_on} cached positions were verified")
+
+
+def run(task: Task) -> Tally:
+    """Live the lives of a task; what they raise is told as what went wrong."""
+    begin = time.monotonic()
+    tally = Tally()
+    try:
+        (_serve if task.model else _step)(task, tally)
+    except Exception as error:
+        tally.wrong.append(f"{_name(task)}: raised {type(error).__name__}: {error}")
+    tally.seconds = time.monotonic() - begin
+    return tally
+
+
+def _step(task: Task, tally: Tally) -> None:
+    """Let model engines live."""
+    for index, config in enumerate(draw_configs(task.number, LIVES)):
+        rng = np.random.default_rng([task.number, index])
+        canary = draw_canary(rng, task.backend)
+        engine = CountingEngine(config, canary=canary, device=task.device, chance=rng)
+        for action in opening(rng, longest=config.max_len):
+            engine.act(action)
+        for _ in range(ACTIONS):
+            engine.act(any_action(rng, longest=config.max_len))
+            engine.check_integrity()
+        engine.manager.flush()
+        whose = f"{_name(task)}, life {index} ({', '.join(g.kind for g in config.groups)})"
+        tally.judge(
+            whose,
+            engine.manager.summary().as_dict(),
+            [r.sentence for r in engine.manager.reports],
+            relied_on=engine.relied_on,
+            every=canary.stride == 1,
+        )
+        tally.steps += engine.happened["steps"]
+        tally.happened += engine.happened
+        for feature in (*(f"{g.kind} groups" for g in config.groups), *_features(config, canary)):
+            tally.happened[f"lives with {feature}"] += 1
+
+
+def _serve(task: Task, tally: Tally) -> None:
+    """Let transformers live."""
+    result = churn.live(
+        churn.Churn(model=task.model, number=task.number, forwards=FORWARDS, device=task.device, backend=task.backend)
+    )
+    every = result.canary.stride == 1
+    tally.judge(_name(task), result.summary, result.reports, relied_on=result.relied_on, every=every)
+    tally.steps += result.forwards
+    tally.happened += result.happened
+    tally.happened[f"forwards of {task.model}"] += result.forwards
+    for feature in _features(None, result.canary):
+        tally.happened[f"lives with {feature}"] += 1
+
+
+def _features(config: Any, canary: Any) -> Iterator[str]:
+    """Yield what a life has that not every one has."""
+    chosen = {
+        "records apart": canary.records == "head_and_tail",
+        "strides": canary.stride > 1,
+        "tokens": canary.check_tokens,
+        "bytes at TAIL": canary.verify_bytes_at_tail,
+        "sweeps": canary.sweep_every > 0,
+        "quarantine": canary.quarantine,
+        "no lifetimes": not canary.track_lifetime,
+    }
+    if config is not None:
+        chosen |= {
+            "pages": config.page_size > 1,
+            "identities": config.anchors,
+            "a token offset of 1": config.token_offset == 1,
+            "a prefix cache": config.prefix_cache and not config.has_ring,
+            "last tokens rewritten": config.rewrite_matched,
+        }
+    yield from (name for name, has in chosen.items() if has)
+
+
+def _name(task: Task) -> str:
+    return f"seed {task.number}, {task.model or 'model engines'}"
+
+
+@dataclass(kw_only=True)
+class Soak:
+    """A campaign, under way or over."""
+
+    steps: Tally = field(default_factory=Tally)
+    forwards: Tally = field(default_factory=Tally)
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def clean(self) -> bool:
+        """Whether the canary was silent, watched everything that it was to watch, and nothing raised."""
+        return not any(t.false_alarms or t.wrong for t in (self.steps, self.forwards))
+
+    @property
+    def passed(self) -> bool:
+        """Whether it was clean to the end."""
+        return self.clean and not self.interrupted
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON-ready values."""
+        return {
+            "interrupted": self.interrupted,
+            "seconds": round(self.seconds, 1),
+            "engine_steps": self.steps.steps,
+            "forwards": self.forwards.steps,
+            "false_alarms": self.steps.false_alarms + self.forwards.false_alarms,
+            "lives": self.steps.lives + self.forwards.lives,
+            "model_engines": _as_dict(self.steps),
+            "transformers": _as_dict(self.forwards),
+        }
+
+
+def _as_dict(tally: Tally) -> dict[str, Any]:
+    return {
+        "lives": tally.lives,
+        "job_seconds": round(tally.seconds, 1),
+        "relied_on_at_stride_1": tally.relied_on,
+        "verified_at_stride_1": tally.verified,
+        "wrong": tally.wrong,
+        "happened": dict(sorted(tally.happened.items())),
+    }
+
+
+def soak(
+    *, engine_steps: int, forwards: int, device: str, backend: str, jobs: int, number: int, console: Console
+) -> Soak:
+    """Let engines live until they have taken so many steps and forwards, and show how far they are.
+
+    Args:
+        engine_steps: of model engines.
+        forwards: of transformers.
+        device: "cpu" or "cuda".
+        backend: the canary's.
+        jobs: processes.
+        number: seed of the first task; those behind it count on.
+        console: where to show it.
+    """
+    result = Soak()
+    begin = time.monotonic()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed} of {task.total}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    parts = (
+        ("engine steps", result.steps, engine_steps, ("",)),
+        ("forwards of transformers", result.forwards, forwards, churn.MODELS),
+    )
+    with Progress(*columns, console=console, transient=True) as progress, processes(jobs) as pool:
+        for what, tally, wanted, models in parts:
+            bar = progress.add_task(what, total=wanted)
+            tasks = (
+                Task(number=n, model=model, device=device, backend=backend) for n in count(number) for model in models
+            )
+            if wanted and not result.interrupted:
+                result.interrupted = run_tasks(
+                    run, tasks, pool=pool, ahead=jobs + 1, take=partial(_take, tally, wanted, progress, bar)
+                )
+    result.seconds = time.monotonic() - begin
+    return result
+
+
+def _take(tally: Tally, wanted: int, progress: Progress, bar: TaskID, one: Tally) -> bool:
+    """Count a task in; return whether that is enough."""
+    tally.add(one)
+    progress.update(bar, completed=min(tally.steps, wanted))
+    for text in one.wrong:
+        progress.console.print(f"[bold red]wrong[/] {text}", highlight=False)
+    return tally.steps >= wanted
+
+
+def show(result: Soak, console: Console) -> None:
+    """Print what was lived and what the canary said of it."""
+    table = Table(
+        "", "lives", "steps", "per job second", "verified at stride 1", "false alarms", title="Healthy engines"
+    )
+    for what, tally in (("model engines", result.steps), ("transformers", result.forwards)):
+        coverage = f"{tally.verified:,} of {tally.relied_on:,}"
+        rate = f"{tally.steps / tally.seconds:.0f}" if tally.seconds else "-"
+        table.add_row(what, str(tally.lives), f"{tally.steps:,}", rate, coverage, str(tally.false_alarms))
+    console.print(table)
+    for what, tally in (("model engines", result.steps), ("transformers", result.forwards)):
+        happened = ", ".join(f"{name} {n:,}" for name, n in sorted(tally.happened.items()))
+        console.print(f"{what}: {happened or 'nothing'}", highlight=False)
+    verdict = "[bold green]PASS[/]" if result.passed else "[bold red]FAIL[/]"
+    if result.clean and result.interrupted:
+        verdict = "[bold yellow]INTERRUPTED[/], clean so far,"
+    console.print(f"{verdict} in {result.seconds:.0f} s")
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--engine-steps", type=click.IntRange(0), default=20000, show_default=True, help="Of model engines.")
+@click.option("--forwards", type=click.IntRange(0), default=5000, show_default=True, help="Of transformers.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")
+@click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="The canary's.")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes that live.")
+@click.option("--seed", "number", type=click.IntRange(0), default=0, show_default=True, help="Of the first life.")
+@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the facts here too.")
+@click.option("--commit", help="The commit under test, for --json. [default: what git says]")
+def main(
+    engine_steps: int,
+    forwards: int,
+    device: str,
+    backend: str,
+    jobs: int,
+    number: int,
+    path: Path | None,
+    commit: str | None,
+) -> None:
+    """Let healthy engines live and see that the canary says nothing.
+
+    First model engines: pools, tables, prefix caches and allocators without a model, of geometries that are drawn
+    (full, windowed, LUT and ring groups; pages; identities), which prefill, decode, speculate, fork, compact, retract,
+    evict, flush and fail. Then transformers' continuous batching with four tiny models in little room: prompts that
+    come again, lengths at which pages and windows are just full, forks, cancellations. The canary's own settings are
+    drawn too. Any report is a false alarm; the canary must also say that it is healthy, and have verified every
+    cached position where its stride is 1.
+
+    The same seed lives the same lives, whatever --jobs says. What went wrong names its seed: give it with
+    `--engine-steps 1 --forwards 0`, or the other way round, to see it again.
+
+    \b
+    Exit codes: 0 silent, 1 something was wrong or it was interrupted, 2 misuse. Ctrl-C prints (and writes) what was
+    lived so far.
+
+    \b
+    Examples:
+      python -m kv_canary.bench.soak --jobs 2 --json soak.json
+      python -m kv_canary.bench.soak --engine-steps 500 --forwards 0 --seed 17
+      python -m kv_canary.bench.soak --device cuda --backend triton
+    """
+    try:
+        prepare_backend(device, backend)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    console = Console()
+    result = soak(
+        engine_steps=engine_steps,
+        forwards=forwards,
+        device=device,
+        backend=backend,
+        jobs=jobs,
+        number=number,
+        console=console,
+    )
+    show(result, console)
+    if path is not None:
+        given = {"backend": backend, "seed": number, "jobs": jobs}
+        path.write_text(json.dumps({**facts(device, commit=commit), **given, **result.as_dict()}, indent=2) + "\n")
+    raise SystemExit(0 if result.passed else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The engine with an overlapped scheduler: healthy and silent; wrong text and a report where it frees too early."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_canary.bench import overlap
+from kv_canary.bench.overlapped import OverlapConfig, OverlappedEngine
+from kv_canary.config import CanaryConfig
+
+CANARY = CanaryConfig(backend="reference", sweep_every=5, check_tokens=True, check_inputs=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"late": True}, {"window": 40}, {"window": 40, "late": True}])
+def test_a_step_ahead_of_the_device_there_is_no_false_alarm(options: dict[str, Any]) -> None:
+    engine = OverlappedEngine(OverlapConfig(**options), canary=CANARY, device="cpu")
+    engine.run(80)
+    assert engine.manager is not None
+    summary = engine.manager.summary()
+    assert (summary.status, summary.violations, engine.wrong_tokens) == ("healthy", 0, 0), engine.manager.reports
+    assert summary.positions_verified == summary.positions_relied_on > 10_000
+    assert engine.finished > 20
+    assert engine.retracted
+    # The scheduler learns late that requests have ended.
+    assert engine.ran_on > 20
+    # Only a slow device reads rows that are another's by then.
+    assert bool(summary.discarded) == bool(options.get("late"))
+
+
+def test_without_an_eye_for_discarded_results_it_would_cry_wolf(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_canary.bench.overlapped._Work.discarded", lambda self: False)
+    engine = OverlappedEngine(OverlapConfig(late=True), canary=CANARY, device="cpu")
+    engine.run(80)
+    assert engine.manager is not None
+    assert engine.manager.summary().violations
+
+
+def test_slots_retired_before_the_step_that_still_reads_them_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order matters: behind every forward that was prepared before the free."""
+    release = OverlappedEngine._release
+
+    def at_once(self: OverlappedEngine, pages: Any, *, owner: int) -> None:
+        release(self, pages, owner=owner)
+        self._retire_freed()
+
+    monkeypatch.setattr(OverlappedEngine, "_release", at_once)
+    monkeypatch.setattr("kv_canary.bench.overlapped._Work.discarded", lambda self: False)
+    engine = OverlappedEngine(OverlapConfig(late=True), canary=CANARY, device="cpu")
+    engine.run(80)
+    assert engine.manager is not None
+    assert "FREED" in engine.manager.summary().reasons
+
+
+def test_slots_given_away_while_in_use_are_wrong_text_and_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocator that forgets a holder: what is read is another's."""
+    release = OverlappedEngine._release
+
+    def twice(self: OverlappedEngine, pages: Any, *, owner: int) -> None:
+        release(self, pages, owner=owner)
+        shared = [page for page in pages if self.holders.get(page, 0) > 1]
+        if shared:
+            release(self, shared[:1], owner=owner)
+
+    monkeypatch.setattr(OverlappedEngine, "_release", twice)
+    engine = OverlappedEngine(OverlapConfig(overlap=False), canary=CANARY, device="cpu")
+    try:
+        engine.run(150)
+    except KeyError:
+        # The books break sooner or later; the canary has seen it by then.
+        engine.manager.flush() if engine.manager else None
+    assert engine.manager is not None
+    assert engine.wrong_tokens
+    assert set(engine.manager.summary().reasons) & {"FREED", "OVERWRITE", "TOKEN", "POSITION", "CHAIN"}
+
+
+def test_the_program_says_what_it_saw(tmp_path: Path) -> None:
+    out = tmp_path / "overlap.json"
+    assert overlap.main(["--steps", "30", "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert {life["engine"] for life in result["lives"]} == set(overlap.lives("cpu"))
+    assert all(life["false_alarms"] == 0 and life["steps"] == 30 for life in result["lives"])
+    with pytest.raises(SystemExit) as exit_:
+        overlap.main(["--steps", "0"])
+    assert exit_.value.code == 2

@@ -1,0 +1,524 @@
+"""The campaigns are silent on healthy engines and find faults; and both can fail."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from kv_canary.bench import churn, detection, lives, soak
+from kv_canary.bench.witness import Witness, place_of, unexplained, unreported
+from kv_canary.config import CanaryConfig
+from kv_canary.constants import Reason
+from kv_canary.difftest.engine import Action, EngineConfig, GroupConfig
+from kv_canary.difftest.engine.actions import opening, random_action
+from kv_canary.perturb import MODES, PerturbConfig, bytes_of
+from kv_canary.perturb import perturber as perturber_module
+
+HEALTHY = {
+    "status": "healthy",
+    "violations": 0,
+    "discarded": 0,
+    "positions_relied_on": 100,
+    "positions_verified": 100,
+}
+
+
+@pytest.fixture(autouse=True)
+def short_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LIVES", "ACTIONS"):
+        monkeypatch.setattr(soak, name, {"LIVES": 2, "ACTIONS": 30}[name])
+    monkeypatch.setattr(detection, "LIVES", 3)
+
+
+def run_soak(number: int, model: str = "") -> soak.Tally:
+    return soak.run(soak.Task(number=number, model=model, device="cpu", backend="reference"))
+
+
+def test_healthy_model_engines_are_silent_and_verified_wholly() -> None:
+    total = soak.Tally()
+    for number in range(4):
+        total.add(run_soak(number))
+    assert (total.false_alarms, total.wrong) == (0, [])
+    assert total.lives == 8
+    assert total.steps > 60
+    assert total.verified == total.relied_on > 1000
+    for what in ("slots freed", "prefix hits", "finished", "tokens"):
+        assert total.happened[what] > 0
+
+
+@pytest.mark.parametrize("model", ["llama", "gptoss"])
+def test_healthy_transformers_are_silent(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "FORWARDS", 10)
+    tally = run_soak(0, model)
+    assert (tally.false_alarms, tally.wrong) == (0, [])
+    assert tally.steps >= 10
+    assert tally.happened["requests"] > 0
+    assert tally.happened["prefixes at a page's end"] > 0
+
+
+def test_damage_in_a_soak_is_a_false_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_CANARY_PERTURB_MODE", "req_to_token")
+    monkeypatch.setenv("KV_CANARY_PERTURB_WARM_UP", "2")
+    tally = soak.Tally()
+    for number in range(3):
+        tally.add(run_soak(number))
+    assert tally.false_alarms > 0
+    assert any("POSITION" in text for text in tally.wrong)
+    assert not soak.Soak(steps=tally).clean
+
+
+def test_what_a_life_raises_is_told_with_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(*args: Any, **options: Any) -> None:
+        raise ZeroDivisionError("so it goes")
+
+    monkeypatch.setattr(soak, "draw_configs", raises)
+    tally = run_soak(17)
+    assert tally.wrong == ["seed 17, model engines: raised ZeroDivisionError: so it goes"]
+    assert not soak.Soak(steps=tally).clean
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"status": "stale"}, "the canary says that it is stale"),
+        ({"positions_verified": 99}, "99 of 100 cached positions were verified"),
+        ({"positions_verified": 101}, "101 of 100 cached positions were verified"),
+        ({"positions_relied_on": 98}, "100 cached positions were relied on, the canary counted 98"),
+    ],
+)
+def test_a_canary_that_sees_too_little_is_wrong(change: dict[str, Any], complaint: str) -> None:
+    tally = soak.Tally()
+    tally.judge("one", HEALTHY, [], relied_on=100, every=True)
+    assert tally.wrong == []
+    tally.judge("two", {**HEALTHY, **change}, [], relied_on=100, every=True)
+    assert tally.wrong == [f"two: {complaint}"]
+
+
+def test_with_a_stride_some_are_verified_but_not_none() -> None:
+    tally = soak.Tally()
+    tally.judge("one", {**HEALTHY, "positions_verified": 40}, [], relied_on=100, every=False)
+    assert tally.wrong == []
+    tally.judge("two", {**HEALTHY, "positions_verified": 0}, [], relied_on=100, every=False)
+    assert tally.wrong == ["two: 0 of 100 cached positions were verified"]
+    assert (tally.relied_on, tally.verified) == (0, 0)
+
+
+def test_the_same_seed_draws_the_same_engines() -> None:
+    def texts(number: int) -> list[str]:
+        return [str(dataclasses.replace(c, groups=())) for c in lives.draw_configs(number, 4)]
+
+    assert texts(3) == texts(3)
+    assert len(texts(3)) == 4
+    assert texts(3) != texts(4)
+    assert all(c.serial_owners for c in lives.draw_configs(5, 4))
+
+
+def test_a_soak_does_everything_that_can_happen_to_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lives, "FAILURE_SHARE", 0.05)
+    happened: Counter[str] = Counter()
+    for number in range(6):
+        for config in lives.draw_configs(number, 3):
+            rng = np.random.default_rng(number)
+            engine = lives.CountingEngine(config, canary=CanaryConfig(backend="reference"), chance=rng)
+            for action in opening(rng, longest=config.max_len):
+                engine.act(action)
+            for kind in ("fork", "compact", "speculate", "retract", "evict", "flush", "arrive", "idle"):
+                for _ in range(6):
+                    engine.act(lives.any_action(rng, longest=config.max_len))
+                engine.act(Action(kind=kind, amount=9, more=1))
+                engine.check_integrity()
+            engine.manager.flush()
+            summary = engine.manager.summary()
+            assert summary.violations == 0
+            assert summary.positions_relied_on == engine.relied_on
+            happened += engine.happened
+    wanted = {
+        "steps",
+        "empty steps",
+        "tokens",
+        "failed forwards",
+        "flushes",
+        "prefix hits",
+        "slots freed",
+        "slots copied",
+        "finished",
+        "retracted",
+        "drafts rejected",
+        "forks",
+        "compactions",
+        "pages evicted",
+    }
+    assert {name for name, count in happened.items() if count} == wanted
+
+
+def test_a_flush_leaves_the_lut_where_the_canary_knows_it() -> None:
+    config = next(c for n in range(20) for c in lives.draw_configs(n, 4) if any(g.kind == "lut" for g in c.groups))
+    engine = lives.CountingEngine(config, canary=CanaryConfig(backend="reference"))
+    [known] = [g.lut for g in engine.manager.groups if g.name == "lut"]
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        for action in (*opening(rng, longest=config.max_len), Action(kind="decode"), Action(kind="flush")):
+            engine.act(action)
+        [group] = engine.luts
+        assert group.lut is group.lookup is known
+        assert not known.any()
+    engine.manager.flush()
+    assert engine.manager.summary().violations == 0
+
+
+def test_tasks_are_taken_in_order_until_there_are_enough() -> None:
+    taken: list[float] = []
+
+    def take(result: float) -> bool:
+        taken.append(result)
+        return len(taken) == 5
+
+    with lives.processes(2) as pool:
+        stopped = lives.run_tasks(math.sqrt, (n * n for n in range(1000)), pool=pool, ahead=3, take=take)
+        assert (stopped, taken) == (False, [0, 1, 2, 3, 4])
+
+        def interrupt(result: float) -> bool:
+            raise KeyboardInterrupt
+
+        assert lives.run_tasks(math.sqrt, [1, 4], pool=pool, ahead=3, take=interrupt) is True
+        assert lives.run_tasks(math.sqrt, [1, 4], pool=pool, ahead=3, take=lambda result: False) is False
+
+
+def invoke(command: Any, *arguments: str) -> Result:
+    return CliRunner().invoke(command, list(arguments))
+
+
+def test_the_commands_run_and_write_their_facts(tmp_path: Path) -> None:
+    path = tmp_path / "soak.json"
+    result = invoke(soak.main, "--engine-steps", "40", "--forwards", "0", "--json", str(path), "--commit", "abc")
+    assert result.exit_code == 0, result.output
+    data = json.loads(path.read_text())
+    assert data["engine_steps"] >= 40
+    assert (data["forwards"], data["false_alarms"], data["interrupted"]) == (0, 0, False)
+    assert {"versions", "device", "seconds", "lives", "seed", "backend"} <= set(data)
+    assert data["commit"] == "abc"
+    assert data["model_engines"]["happened"]["steps"] == data["engine_steps"]
+
+    path = tmp_path / "detection.json"
+    result = invoke(detection.main, "--runs", "2", "--mode", "req_to_token", "--group", "FULL", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    [row] = json.loads(path.read_text())
+    assert (row["mode"], row["group"], row["runs"], row["found"], row["blamed_wrongly"]) == (
+        "req_to_token",
+        "FULL",
+        2,
+        2,
+        0,
+    )
+    assert row["median_steps_late"] == 0
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let campaigns run their tasks in this process."""
+
+    def run_tasks(function: Any, tasks: Any, *, pool: Any, ahead: int, take: Any) -> bool:
+        try:
+            any(take(function(task)) for task in tasks)
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    for module in (soak, detection):
+        monkeypatch.setattr(module, "processes", lambda jobs: contextlib.nullcontext())
+        monkeypatch.setattr(module, "run_tasks", run_tasks)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_campaign_that_finds_something_wrong_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perturber_module, "bytes_of", lambda *where: bytes_of(*where).clone())
+    result = invoke(detection.main, "--runs", "1", "--mode", "real_kv_used", "--group", "SWA")
+    assert (result.exit_code, "FAIL" in result.output, "not found" in result.output) == (1, True, True)
+    monkeypatch.setenv("KV_CANARY_PERTURB_MODE", "req_to_token")
+    result = invoke(soak.main, "--engine-steps", "100", "--forwards", "0")
+    assert (result.exit_code, "FAIL" in result.output, "POSITION" in result.output) == (1, True, True)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("command", [soak.main, detection.main])
+def test_an_interrupted_campaign_prints_and_writes_what_it_has(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = soak if command is soak.main else detection
+    original, calls = module.run, []
+
+    def run(task: Any) -> Any:
+        calls.append(task)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(task)
+
+    monkeypatch.setattr(module, "run", run)
+    path = tmp_path / "facts.json"
+    result = invoke(command, "--seed", "3", "--json", str(path))
+    assert (result.exit_code, len(calls)) == (1, 2)
+    facts = json.loads(path.read_text())
+    if command is soak.main:
+        assert facts["interrupted"]
+        assert facts["engine_steps"] > 0
+        assert "INTERRUPTED" in result.output
+    else:
+        # Only what was begun has a row.
+        assert [(row["mode"], row["group"]) for row in facts] == [(MODES[0], "FULL")]
+
+
+@pytest.mark.parametrize("command", [soak.main, detection.main])
+@pytest.mark.parametrize("arguments", [["--backend", "magic"], ["--jobs", "0"], ["--seed", "-1"], ["--what"]])
+def test_misuse_exits_with_2(command: Any, arguments: list[str]) -> None:
+    assert invoke(command, *arguments).exit_code == 2
+
+
+def test_a_device_that_is_not_there_is_misuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lives.torch.cuda, "is_available", lambda: False)
+    for command in (soak.main, detection.main):
+        result = invoke(command, "--device", "cuda")
+        assert result.exit_code == 2
+        assert "device must be there, got cuda" in result.output
+
+
+@pytest.mark.parametrize("group", detection.GROUPS)
+@pytest.mark.parametrize("mode", MODES)
+def test_faults_are_found_and_nothing_else_is_blamed(mode: str, group: str) -> None:
+    runs: list[detection.Run] = []
+    for number in range(20):
+        runs += detection.run(
+            detection.Task(mode=mode, group=group, number=number, stride=1, device="cpu", backend="reference")
+        )
+        if sum(r.relied_on for r in runs) >= 2:
+            break
+    relied_on = [r for r in runs if r.relied_on]
+    assert len(relied_on) >= 2
+    assert all(r.found and r.steps_late == 0 for r in relied_on)
+    assert [(r.blamed_wrongly, r.silent, r.error) for r in runs] == [((), (), "")] * len(runs)
+    assert not any(r.reports for r in runs if not r.relied_on)
+
+
+def witness(mode: str, *, count: int = 1, **options: Any) -> tuple[Witness, np.random.Generator]:
+    """Return an engine of full attention into which the fault has just been injected."""
+    config = next(
+        c
+        for n in range(40)
+        for c in lives.draw_configs(n, 4)
+        if [g.kind for g in c.groups] == ["full"] and c.groups[0].k_source and c.prefix_cache and c.max_rows > 3
+    )
+    config = dataclasses.replace(config, token_oracle=True)
+    canary = CanaryConfig(backend="reference", max_reports_per_step=4096, ring_capacity=4096, **options)
+    engine = Witness(config, canary=canary, perturb=PerturbConfig(mode=mode, warm_up=2, count=count, seed=1))
+    rng = np.random.default_rng(1)
+    for action in opening(rng, longest=config.max_len):
+        engine.run(action)
+    for _ in range(60):
+        if engine.injection is not None:
+            break
+        engine.run(Action(kind="mixed", amount=5))
+    assert engine.injection is not None
+    return engine, rng
+
+
+def go_on(engine: Witness, rng: np.random.Generator, times: int = 8) -> None:
+    for _ in range(times):
+        engine.run(random_action(rng, longest=engine.config.max_len))
+    engine.manager.flush()
+
+
+@pytest.mark.parametrize("mode", ["req_to_token", "real_kv_used", "next_token_swap"])
+def test_the_witness_notices_a_report_that_is_missing_and_one_that_is_not_explained(mode: str) -> None:
+    engine, rng = witness(mode)
+    go_on(engine, rng)
+    assert engine.reports
+    assert unexplained(engine) == []
+    assert unreported(engine) == []
+    reports = list(engine.reports)
+    for i, report in enumerate(reports):
+        if place_of(report) in engine.must:
+            engine.reports = reports[:i] + reports[i + 1 :]
+            assert unreported(engine) == [place_of(report)]
+        other_slot = dataclasses.replace(report, slot=report.slot + 1)
+        other_reason = dataclasses.replace(report, reasons=(*report.reasons, "NEVER_WRITTEN"))
+        for wrong in (other_slot, other_reason):
+            engine.reports = [*reports, wrong]
+            assert unexplained(engine) == [wrong]
+
+
+def test_swapped_entries_are_followed_into_another_group_where_they_have_no_slot() -> None:
+    reasons: Counter[tuple[str, str]] = Counter()
+    for number in range(16):
+        config = EngineConfig(
+            groups=(GroupConfig(kind="full", num_slots=82), GroupConfig(kind="lut", num_slots=62, window=5)),
+            page_size=2,
+            num_pages=40,
+            first_slot=2,
+            max_rows=3,
+            max_len=40,
+            prefix_cache=False,
+        )
+        canary = CanaryConfig(backend="reference", max_reports_per_step=4096)
+        perturb = PerturbConfig(mode="req_to_token", group="full", warm_up=2, seed=number)
+        engine = Witness(config, canary=canary, perturb=perturb)
+        for kind, amount in (("arrive", 24), ("prefill", 20), *[("decode", 1)] * 6):
+            engine.run(Action(kind=kind, amount=amount, pick=1))
+        engine.manager.flush()
+        assert (unexplained(engine), unreported(engine)) == ([], [])
+        reasons.update((r.tag, name) for r in engine.reports for name in r.reasons)
+    assert reasons["HEAD_SWA", "UNMAPPED"]
+    assert reasons["HEAD_FULL", "POSITION"] == 32
+
+
+def test_damage_that_was_not_injected_is_blamed_wrongly() -> None:
+    engine, rng = witness("real_kv_used")
+    [injected] = engine.injection.slots
+    request = max(engine.running, key=lambda r: r.cached)
+    position, slot = next(
+        (p, s) for p, s in enumerate(engine.table[request.row, : request.cached].tolist()) if s != injected
+    )
+    source = engine.groups[0].config.k_source
+    layer, start, _ = source.coverage(position)
+    bytes_of(source, slot, layer)[start] ^= 1
+    engine.run(Action(kind="mixed", amount=1))
+    go_on(engine, rng, 0)
+    assert {r.slot for r in unexplained(engine)} == {slot}
+
+
+def test_a_fault_that_was_not_really_injected_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perturber_module, "bytes_of", lambda *where: bytes_of(*where).clone())
+    runs = detection.run(
+        detection.Task(mode="real_kv_used", group="FULL", number=1, stride=1, device="cpu", backend="reference")
+    )
+    relied_on = [r for r in runs if r.relied_on]
+    assert relied_on
+    assert not any(r.found for r in relied_on)
+    assert all(r.silent for r in relied_on)
+    cell = detection.Cell(mode="real_kv_used", group="FULL", stride=1, wanted=len(relied_on))
+    for one in runs:
+        cell.add(one)
+    assert (cell.found, cell.passed) == (0, False)
+    assert cell.as_dict()["median_steps_late"] is None
+
+
+def test_damage_follows_copies_and_ends_where_a_slot_is_written_or_the_cache_is_emptied() -> None:
+    engine, _ = witness("real_kv_used")
+    group, name = engine.groups[0], engine.groups[0].name
+    [slot] = engine.injection.slots
+    free = [s for s in range(1, group.config.num_slots) if s not in engine.bytes[name]][:3]
+    engine.bytes[name], engine.records[name] = {slot: Reason.K}, {slot}
+    list(engine.move(group, [slot, free[0]], [free[1], free[2]], owner=1))
+    assert engine.bytes[name] == {slot: Reason.K, free[1]: Reason.K}
+    assert engine.records[name] == {slot, free[1]}
+    # Two slots that change places.
+    list(engine.move(group, [slot, free[0]], [free[0], slot], owner=1))
+    assert engine.bytes[name] == {free[0]: Reason.K, free[1]: Reason.K}
+    engine._heal(name, [free[0]])
+    assert (engine.bytes[name], engine.records[name]) == ({free[1]: Reason.K}, {free[1]})
+    engine.flush()
+    assert (engine.bytes[name], engine.records[name]) == ({}, set())
+
+
+def test_reports_end_when_the_damaged_slot_is_written_again() -> None:
+    engine, _ = witness("real_kv_used")
+    name = engine.groups[0].name
+    for _ in range(60):
+        engine.run(Action(kind="retract"))
+        engine.run(Action(kind="evict", amount=1000))
+        engine.run(Action(kind="arrive", amount=engine.config.max_len - 2, pick=1))
+        engine.run(Action(kind="prefill", amount=engine.config.max_len))
+        if not engine.bytes[name]:
+            break
+    assert engine.bytes[name] == {}
+    engine.manager.flush()
+    count = len(engine.reports)
+    assert count > 0
+    for _ in range(5):
+        engine.run(Action(kind="mixed", amount=1))
+    engine.manager.flush()
+    assert len(engine.reports) == count
+
+
+def test_runs_of_no_use_are_told_apart() -> None:
+    cell = detection.Cell(mode="real_kv_used", group="FULL", stride=1, wanted=2)
+    for one in (
+        detection.Run(whose="no moment"),
+        detection.Run(whose="unused", injected=True),
+        detection.Run(whose="a", injected=True, relied_on=True, found=True, steps_after=3),
+        detection.Run(whose="b", injected=True, relied_on=True, found=True, steps_late=1, steps_after=1),
+        detection.Run(whose="beyond", injected=True, relied_on=True, blamed_wrongly=("no",)),
+    ):
+        cell.add(one)
+    row = cell.as_dict()
+    assert {k: row[k] for k in ("runs", "found", "blamed_wrongly", "unused", "no_moment")} == {
+        "runs": 2,
+        "found": 2,
+        "blamed_wrongly": 0,
+        "unused": 1,
+        "no_moment": 1,
+    }
+    assert (row["median_steps_late"], row["most_steps_late"]) == (0.5, 1)
+    assert (row["median_steps_after_injection"], row["most_steps_after_injection"]) == (2, 3)
+    assert cell.passed
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        detection.Run(whose="missed", injected=True, relied_on=True),
+        detection.Run(whose="silent", injected=True, relied_on=True, found=True, silent=("there",)),
+        detection.Run(whose="blamed", injected=True, relied_on=True, found=True, blamed_wrongly=("that",)),
+        detection.Run(whose="raised", error="that"),
+        detection.Run(whose="too few", injected=True),
+    ],
+    ids=lambda one: one.whose,
+)
+def test_what_fails_a_cell(one: detection.Run) -> None:
+    cell = detection.Cell(mode="real_kv_used", group="FULL", stride=1, wanted=1)
+    cell.add(one)
+    assert not cell.passed
+
+
+def test_with_a_stride_a_fault_may_be_gone_before_its_turn() -> None:
+    cell = detection.Cell(mode="real_kv_used", group="FULL", stride=4, wanted=1)
+    cell.add(detection.Run(whose="missed", injected=True, relied_on=True))
+    assert (cell.found, cell.passed) == (0, True)
+
+
+def test_suited_engines_have_what_the_fault_needs() -> None:
+    rng = np.random.default_rng(0)
+    seen: Counter[tuple[str, str, bool]] = Counter()
+    for number in range(12):
+        for config in lives.draw_configs(number, 4):
+            for mode in MODES:
+                for group in detection.GROUPS:
+                    task = detection.Task(mode=mode, group=group, number=0, stride=1, device="cpu", backend="reference")
+                    suited = detection._suited(config, task, rng)
+                    seen[mode, group, suited is not None] += 1
+                    if suited is not None:
+                        check_suited(suited, mode, group)
+    assert len(seen) == 2 * len(MODES) * len(detection.GROUPS)
+
+
+def check_suited(config: EngineConfig, mode: str, group: str) -> None:
+    groups = [g for g in config.groups if (g.kind == "full") == (group == "FULL")]
+    assert groups
+    if mode.startswith("real_kv"):
+        assert any(g.k_source is not None or g.v_source is not None for g in groups)
+    if mode == "real_kv_unused_cache":
+        assert config.prefix_cache
+        assert not config.has_ring
+
+
+def test_churn_serves_every_model_that_there_is() -> None:
+    assert churn.MODELS == ("llama", "mistral", "gemma3", "gptoss")
+    assert {n % 16 for n in churn.LENGTHS} >= {0, 1, 15}
+    assert {n % 24 for n in churn.LENGTHS} >= {0, 1, 23}
