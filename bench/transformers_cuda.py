@@ -317,6 +317,9 @@ def _flip_once(processor: Any, canary: Any, served: Served) -> None:
         steps += all(f.query_length == 1 for f in requests)
         if steps != FLIPPED_STEP or served.flipped is not None or batch_data["read_index"][0].numel() == 0:
             return run(model, batch_data)
+        if io.compute_stream is not None:
+            # What the engine has prepared may still be on its way.
+            torch.cuda.synchronize()
         group, state = canary.manager.groups[0], requests[0].state
         past = state.position_offset - 1
         # The engine's read index begins with the oldest position that the first request reads.
