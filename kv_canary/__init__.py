@@ -22,10 +22,13 @@ from kv_canary.engines import Installation, install
 from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager
 from kv_canary.identity import identity_word
 from kv_canary.manager import CanaryManager
+from kv_canary.observers import Observer
+from kv_canary.perturb import PerturbConfig
 from kv_canary.pools import BufferGroup, KvPool
 from kv_canary.ranks import RankGroup, RankReport, RankViolationError
-from kv_canary.reports import CanaryViolationError, ViolationReport
+from kv_canary.reports import CanaryViolationError, Incident, ViolationReport
 from kv_canary.specs.structures import Endpoint, KvSource, VerifyPlan, ViolationLog, WritePlan
+from kv_canary.sweep import CachedSlots
 
 __version__ = "0.1.0"
 
@@ -36,6 +39,7 @@ __all__ = [
     "HEAD_OF_CHAIN",
     "UNCHECKED",
     "BufferGroup",
+    "CachedSlots",
     "CanaryConfig",
     "CanaryLaunchCapacities",
     "CanaryLimits",
@@ -45,9 +49,12 @@ __all__ = [
     "Endpoint",
     "ForwardBatch",
     "ForwardRequest",
+    "Incident",
     "Installation",
     "KvPool",
     "KvSource",
+    "Observer",
+    "PerturbConfig",
     "RankGroup",
     "RankReport",
     "RankViolationError",
