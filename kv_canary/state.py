@@ -180,8 +180,9 @@ class CanaryDeviceState:
 
     def finalize_table(self, max_len: int) -> None:
         """Give the token table room for `max_len` positions, once and for all: a graph will keep its address."""
-        if self.token_pool is not None and not self._table_is_final:
-            self.token_pool = widen(self.token_pool, max_len + self.lookahead)
+        longest = max_len + self.lookahead
+        if self.token_pool is not None and not self._table_is_final and longest > self.token_pool.shape[1]:
+            self.token_pool = widen(self.token_pool, longest)
         self._table_is_final = True
 
     def _anchor(self, requests: Sequence[ForwardRequest]) -> None:
