@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from kv_canary.reports.versions import installed
 
 
 def facts(device: torch.device | str, *, commit: str | None = None) -> dict[str, Any]:
@@ -23,22 +24,16 @@ def facts(device: torch.device | str, *, commit: str | None = None) -> dict[str,
     return {
         "device": name,
         "versions": {
-            "kv-canary": _version("kv-canary"),
+            "kv-canary": installed("kv-canary"),
             "python": platform.python_version(),
-            **{package: _version(package) for package in ("torch", "triton", "transformers", "numpy")},
+            **{package: installed(package) for package in ("torch", "triton", "transformers", "numpy")},
         },
-        "commit": commit or _commit(),
+        "commit": commit or commit_of_checkout(),
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str:
+def commit_of_checkout() -> str:
+    """Return what git says of the checkout, or "unknown" where it is none."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)

@@ -37,7 +37,6 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +48,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kv_canary.bench.facts import commit_of_checkout
 from kv_canary.constants import ANCHOR, CHAIN_MULTIPLIER, RECORD_WORDS, to_signed
 from kv_canary.kernels.hashing import as_u64, mix, next_chain
 from kv_canary.reference import hashing
@@ -633,15 +633,6 @@ def _mix_of(value: int, device: torch.device) -> torch.Tensor:
     return hashing.mix(torch.tensor(value, device=device))
 
 
-def _commit_of_checkout() -> str:
-    folder = Path(__file__).resolve().parent
-    try:
-        command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark, or with --smoke its checks only, from the command line."""
     default_out = Path(__file__).resolve().parent / "results" / "h200_layout.json"
@@ -662,7 +653,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.smoke:
         run_smoke(device)
     else:
-        run_bench(device, arguments.out, arguments.commit or _commit_of_checkout())
+        run_bench(device, arguments.out, arguments.commit or commit_of_checkout())
     return 0
 
 

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,7 +35,6 @@ VOCABULARY = 1021
 # About one token in so many ends its request: the host learns of it a step late.
 STOP = 61
 WORDS = 16
-_MASK = (1 << 63) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -511,21 +510,20 @@ class OverlappedEngine:
     def _graph_for(self, work: Sequence[_Work]) -> _Graph | None:
         if not work or any(w.extend > 1 or w.prefix < len(w.request.tokens) - 1 for w in work):
             return None
-        if any(w.prefix < len(w.request.tokens) for w in work) and not self._seed_next_tokens(work):
-            return None
         return next((graph for size, graph in self._graphs if size >= len(work)), None)
 
-    def _seed_next_tokens(self, work: Sequence[_Work]) -> bool:
-        """Put tokens that only the host knows where the graph looks for them."""
+    def _seed_next_tokens(self, work: Sequence[_Work]) -> None:
+        """Put tokens that only the host knows where the graph's inputs are taken from."""
         given = [(w.row, w.request.tokens[w.prefix]) for w in work if w.prefix < len(w.request.tokens)]
-        rows, tokens = send(self.device, [row for row, _ in given], [token for _, token in given])
-        self.next_token[rows] = tokens
-        return True
+        if given:
+            rows, tokens = send(self.device, [row for row, _ in given], [token for _, token in given])
+            self.next_token[rows] = tokens
 
     def _replay(self, step: _Step, graph: _Graph) -> None:
         n, work, batch = len(step.work), step.work, step.batch
         padding = [0] * (len(graph.rows) - n)
         rows, prefix = send(self.device, [w.row for w in work] + padding, [w.prefix for w in work] + padding)
+        self._seed_next_tokens(work)
         graph.rows.copy_(rows)
         graph.prefix.copy_(prefix)
         graph.ids.copy_(self.next_token[rows])
@@ -570,11 +568,9 @@ class OverlappedEngine:
         extend: torch.Tensor,
         ids: torch.Tensor,
         positions: torch.Tensor,
-        out_slots: dict[str, torch.Tensor] | object,
+        out_slots: Mapping[str, torch.Tensor],
     ) -> None:
         """Write K and V of the new tokens; generate a token for every row from the K and V of all of its tokens."""
-        if not isinstance(out_slots, dict):
-            raise TypeError("kv-canary: overlapped engine: out_slots must be a dict")
         words = torch.arange(WORDS, device=self.device)
         for name, pool in self.pools.items():
             for half, source in enumerate((pool.k_source, pool.v_source)):
@@ -610,7 +606,8 @@ class OverlappedEngine:
                     self.manager.retire(self.pools[name], send(self.device, slots)[0], owner=owner)
 
     def _cached_slots(self) -> list[CachedSlots]:
-        size, columns = self.config.page_size, ([], [], [])  # type: tuple[int, tuple[list[int], list[int], list[int]]]
+        size = self.config.page_size
+        columns: tuple[list[int], list[int], list[int]] = ([], [], [])
         for key, page in self.cache.items():
             before = self.cache.get(key[:-size])
             if len(key) > size and before is None:

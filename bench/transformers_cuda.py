@@ -30,6 +30,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import RequestState
 
 import kv_canary
+from kv_canary.bench.facts import facts
 
 PAGE, NEW_TOKENS, TIMEOUT = 16, 24, 120.0
 LENGTHS = (3, 15, 16, 17, 32, 40, 90, 200)
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cuda, or cpu, where the engine has no graphs and no async")
     parser.add_argument("--json", type=Path, help="where the JSON goes")
-    parser.add_argument("--commit", default="unknown", help="the commit measured, for the JSON")
+    parser.add_argument("--commit", help="the commit measured, for the JSON (default: what git says)")
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device)
     transformers.logging.set_verbosity_error()
@@ -98,18 +99,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                     flips.append({**case, "mode": mode, **plant(model, mode)})
                     print(_line(flips[-1]), flush=True)
     ok = all(row["ok"] for row in [*rows, *flips])
-    facts = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": arguments.commit,
+    result = {
+        **facts(device, commit=arguments.commit),
         "seconds": round(time.perf_counter() - begin, 1),
         "ok": ok,
         "clean": rows,
         "flips": flips,
     }
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print("all as it should be" if ok else "NOT as it should be")
     return 0 if ok else 1
 
