@@ -20,7 +20,7 @@ from kv_canary.ranks import RankReport
 from kv_canary.reports import CanaryViolationError, Decoder, Incident, ViolationReport
 from kv_canary.reports.decode import reason_names
 from kv_canary.reports.desk import IncidentDesk
-from kv_canary.rows import RowTable
+from kv_canary.rows import OwnerNames
 
 logger = logging.getLogger("kv_canary")
 
@@ -106,7 +106,7 @@ class Accounts:
         groups: Sequence[BufferGroup],
         *,
         config: CanaryConfig,
-        rows: RowTable | None,
+        rows: OwnerNames | None,
         on_report: Callable[[ViolationReport], None] | None,
         observers: Sequence[Observer],
     ) -> None:

@@ -27,7 +27,7 @@ from kv_canary.perturb import PerturbConfig, Perturber
 from kv_canary.pools import BufferGroup, KvPool
 from kv_canary.ranks import RankGroup, RankReport, RankWatch
 from kv_canary.reports import CanaryViolationError, Incident, ViolationReport
-from kv_canary.rows import RowTable
+from kv_canary.rows import OwnerNames
 from kv_canary.specs.structures import Endpoint
 from kv_canary.state import CanaryDeviceState
 from kv_canary.sweep import CachedSlots, Sweeper
@@ -45,7 +45,7 @@ class CanaryManager:
         groups: the engine's attention groups and their pools.
         limits: the engine's limits.
         config: how to behave.
-        rows: where rows and owners come from, for names in reports; None if the engine has its own.
+        rows: where owners come from, for their names in reports; None if the engine has its own.
         on_report: called with every report that is written out; what it raises is logged and goes no further.
         observers: told of every step and report, beside those that the config asks for.
         perturb: faults to inject; None: those that the environment asks for, which are none by default.
@@ -63,7 +63,7 @@ class CanaryManager:
         *,
         limits: CanaryLimits,
         config: CanaryConfig | None = None,
-        rows: RowTable | None = None,
+        rows: OwnerNames | None = None,
         on_report: Callable[[ViolationReport], None] | None = None,
         observers: Sequence[Observer] = (),
         perturb: PerturbConfig | None = None,

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Protocol
 
 from kv_canary.constants import OWNER_MASK
 from kv_canary.errors import must_be
 
 # Names of this many past requests are kept for the reports.
 REMEMBERED_OWNERS = 65536
+
+
+class OwnerNames(Protocol):
+    """Knows whose an owner number is."""
+
+    def name(self, owner: int) -> str | None:
+        """Return the request that `owner` was given to, or None if that is not known."""
 
 
 class RowTable:

@@ -66,7 +66,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
     on_gpu = config.getoption("--device") == "cuda"
     outcomes = {
-        outcome: {r.nodeid: round(r.duration, 2) for r in terminalreporter.stats.get(outcome, [])}
+        outcome: {r.nodeid: round(getattr(r, "duration", 0.0), 2) for r in terminalreporter.stats.get(outcome, [])}
         for outcome in ("passed", "failed", "error", "skipped")
     }
     facts = {

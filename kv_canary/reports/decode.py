@@ -42,7 +42,7 @@ class Decoder:
     def decode(self, words: Sequence[int]) -> ViolationReport:
         """Decode one violation row of 16 words; see the data layout in docs/data-layout.md."""
         tag, reasons = Tag(words[0]), Reason(words[1])
-        groups = self.groups_of(tag)
+        groups = _holders(self.groups_of(tag), words)
         request_id = self.name_of_row(words[12], words[3])
         record = None
         if any(words[i] for i in (5, 7, 9, 11)) and not reasons & (Reason.NEVER_WRITTEN | Reason.UNMAPPED):
@@ -80,6 +80,18 @@ class Decoder:
             retired=bool((writer & MASK64) >> 63),
             request_id=self.name_of_owner(owner) if owner else None,
         )
+
+
+def _holders(groups: list[BufferGroup], words: Sequence[int]) -> list[BufferGroup]:
+    """Return those of `groups` in whose pool the slot still has the record of a violation row; if none, all of them.
+
+    Groups over the same slots share their tags: a draft model's and the target's, a cache's data and its scales.
+    """
+    slot, record = words[2], [words[i] for i in (5, 7, 9)]
+    if len(groups) == 1 or not any(record):
+        return groups
+    pools = {g: g.pool.records for g in groups if 0 <= slot < len(g.pool.records)}
+    return [g for g, records in pools.items() if records[slot, :3].tolist() == record] or groups
 
 
 def is_write(words: Sequence[int]) -> bool:

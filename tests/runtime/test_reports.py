@@ -238,6 +238,19 @@ def test_two_groups_behind_one_tag_are_both_named() -> None:
     assert decoder(groups).decode(words).group == "near or far"
 
 
+def test_of_two_groups_behind_one_tag_the_one_that_still_holds_the_record_is_named() -> None:
+    pools = [make_pool(), make_pool()]
+    groups = [kc.BufferGroup(name=name, pool=pool) for name, pool in zip(("full", "draft"), pools, strict=True)]
+    pools[0].records[3] = torch.tensor([7, 8, 9, 10])
+    pools[1].records[3] = torch.tensor([7, 8, 11, 10])
+    words = row(tag=kc.Tag.HEAD_FULL, reasons=kc.Reason.K, slot=3, position=0)
+    words[5], words[7], words[9] = 7, 8, 11
+    assert decoder(groups).decode(words).group == "draft"
+    # Written anew since then: either may have held it.
+    pools[1].records[3] = 0
+    assert decoder(groups).decode(words).group == "full or draft"
+
+
 def test_a_step_long_past_is_reported_by_its_row() -> None:
     engine = full_engine()
     a = engine.add("a", 100)
