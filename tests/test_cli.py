@@ -15,6 +15,7 @@ from kv_canary.cli import main
 from kv_canary.commands import checkup
 from kv_canary.commands.checkup import Checkup, check_up
 from kv_canary.commands.probe import probe, probe_apart
+from kv_canary.engines.sglang import hooks
 from kv_canary.specs import all_specs
 from kv_canary.specs.document import ops_page
 
@@ -236,14 +237,30 @@ def test_doctor_holds_a_backend_against_where_it_would_run(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("no_processes")
 def test_doctor_without_triton_and_with_an_engine_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"transformers": "4.40.0", "sglang": "0.5.0"}
+    versions = {"transformers": "4.40.0", "sglang": "0.5.0", "vllm": "0.9.0"}
     monkeypatch.setattr(checkup, "installed", versions.get)
-    found = doctor(engines=("transformers", "sglang"))
+    found = doctor(engines=("transformers", "sglang", "vllm"))
     assert [b.works for b in found.backends] == [True, False, False]
     assert "triton is not installed" in found.backends[1].detail
-    assert len(found.problems) == 2
+    assert len(found.problems) == 3
     assert "got 4.40.0" in found.problems[0]
-    assert "engine sglang: there is no adapter for it yet" in found.problems[1]
+    # What is said to be installed is not: looked for, the hooks' targets are not there.
+    assert "engine sglang: kv-canary: sglang adapter: sglang must be" in found.problems[1]
+    assert "engine vllm: there is no adapter for it yet" in found.problems[2]
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_doctor_knows_whether_sglang_will_load_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "installed", {"sglang": hooks.TESTED}.get)
+    [here] = [e for e in doctor().engines if e.name == "sglang"]
+    assert here.supported
+    assert "KV_CANARY_MODE" in here.detail
+    monkeypatch.setenv("SGLANG_PLUGINS", "another, one")
+    assert "leaves the plugin kv-canary out" in doctor(engines=("sglang",)).problems[0]
+    monkeypatch.setenv("SGLANG_PLUGINS", "another, kv-canary")
+    assert doctor(engines=("sglang",)).problems == ()
+    monkeypatch.setattr(checkup, "entry_points", lambda **_: ())
+    assert "does not find the plugin" in doctor(engines=("sglang",)).problems[0]
 
 
 @pytest.mark.usefixtures("no_processes")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from kv_canary.backends import interpreting
 from kv_canary.commands.probe import probe, probe_apart
 from kv_canary.config import ENVIRONMENT, CanaryConfig, read_settings
+from kv_canary.engines.sglang import hooks
 from kv_canary.engines.transformers_layouts import layout_class
 from kv_canary.perturb import PerturbConfig
 from kv_canary.reports.versions import installed, versions
@@ -174,13 +176,34 @@ def _engine(name: str) -> EngineCheck:
     version = installed(name)
     if version is None:
         return EngineCheck(name=name, version=None, supported=False, detail="not installed")
-    if name != "transformers":
+    if name not in _ADAPTERS:
         return EngineCheck(name=name, version=version, supported=False, detail="there is no adapter for it yet")
     try:
-        layout_class(version)
+        detail = _ADAPTERS[name](version)
     except ValueError as error:
         return EngineCheck(name=name, version=version, supported=False, detail=str(error))
-    return EngineCheck(name=name, version=version, supported=True, detail="")
+    return EngineCheck(name=name, version=version, supported=True, detail=detail)
+
+
+def _transformers(version: str) -> str:
+    layout_class(version)
+    return ""
+
+
+def _sglang(version: str) -> str:
+    """See whether SGLang finds the plugin, and the plugin all that it hooks; return how to turn it on."""
+    if not any(e.value.startswith("kv_canary.") for e in entry_points(group="sglang.srt.plugins")):
+        raise ValueError("SGLang does not find the plugin: install kv-canary itself, not only its folder")
+    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    if allowed and "kv-canary" not in (name.strip() for name in allowed.split(",")):
+        raise ValueError(f"SGLANG_PLUGINS={allowed} leaves the plugin kv-canary out")
+    if version != hooks.TESTED:
+        hooks.check()
+    return "turned on by KV_CANARY_MODE=log or raise, in the environment of the server"
+
+
+# Per engine: says more of a supported version, or raises ValueError.
+_ADAPTERS: dict[str, Callable[[str], str]] = {"transformers": _transformers, "sglang": _sglang}
 
 
 def _config_problems(config: CanaryConfig) -> list[str]:

@@ -14,6 +14,8 @@ from kv_canary.reports import ViolationReport
 
 # The top-level package that an engine's objects come from, and the adapter for them.
 _ADAPTERS = {"transformers": "kv_canary.engines.transformers"}
+# The same, and what to do instead, of engines whose processes install the canary themselves.
+_PLUGINS = {"sglang": "set KV_CANARY_MODE=log or raise before the engine starts: see docs/sglang.md"}
 
 
 class Installation(Protocol):
@@ -63,5 +65,7 @@ def install(target: Any, *, config: CanaryConfig | None = None, **options: Any) 
         if adapter is not None:
             installation: Installation = importlib.import_module(adapter).install(target, config=config, **callbacks)
             return installation
+        if advice := _PLUGINS.get(cls.__module__.partition(".")[0]):
+            raise TypeError(f"kv-canary: install: {cls.__qualname__} is guarded by a plugin: {advice}")
     expected = f"an object of {' or '.join(_ADAPTERS)}"
     raise TypeError(must_be("install", "target", expected, f"{type(target).__module__}.{type(target).__name__}"))

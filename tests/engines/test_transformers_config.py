@@ -125,6 +125,12 @@ def test_a_setting_that_cannot_be_is_refused(settings: dict[str, Any], error: ty
     assert "generate_batch" not in vars(model)
 
 
+def test_an_engine_that_installs_the_canary_itself_says_how() -> None:
+    scheduler = type("Scheduler", (), {"__module__": "sglang.srt.managers.scheduler"})()
+    with pytest.raises(TypeError, match="Scheduler is guarded by a plugin: set KV_CANARY_MODE=log or raise"):
+        kv_canary.install(scheduler)
+
+
 def test_a_damaged_record_of_heads_own_is_found_under_head_and_tail() -> None:
     model = make_model("llama")
     canary = kv_canary.install(model, backend="reference", records="head_and_tail")

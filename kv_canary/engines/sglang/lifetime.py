@@ -1,0 +1,189 @@
+"""When SGLang's slots change their meaning without a forward: freed, cleared, and brought back from host memory.
+
+A slot's content can be reached no more once the allocator has it back: the prefix cache gives back what it evicts, and
+what it has twice, through the same allocator, and keeps what requests hand over to it. So this is where to look.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from kv_canary.engines.patches import Patches
+from kv_canary.pools import BufferGroup, KvPool
+
+logger = logging.getLogger("kv_canary")
+
+
+class Lifetime:
+    """Follows an allocator: which slots were freed, when all of them were, and which came back from the host.
+
+    `tracks` says whether frees are followed. Where they are not, which is logged, nothing may be made of whose a record
+    is (`CanaryConfig.track_lifetime` off); the rest is followed all the same.
+
+    Args:
+        allocator: the scheduler's `token_to_kv_pool_allocator`.
+        groups: the groups whose slots it gives out, those of draft models included: they share its slot numbers.
+        patches: what its methods are wrapped with.
+        cleared: called when the engine has emptied the allocator, and with it the cache: no record means anything now.
+        guarded: runs a part of the canary that may fail where the engine must not.
+    """
+
+    def __init__(
+        self,
+        allocator: Any,
+        groups: Sequence[BufferGroup],
+        *,
+        patches: Patches,
+        cleared: Callable[[], None],
+        guarded: Callable[[Callable[[], None]], Any] = lambda part: part(),
+    ) -> None:
+        self._cleared, self._guarded = cleared, guarded
+        self._freed: dict[int, list[torch.Tensor]] = {}
+        # By owner of the slots: the pools that they are slots of.
+        self._pools: dict[int, list[KvPool]] = {}
+        # The pools whose bytes the engine keeps on the host for requests that it puts off, with their luts.
+        self._kept = {g.pool: g.lut for g in groups if g.token_offset == 0}
+        self._kept_records = WeakTensorKeyDictionary()
+        patches.wrap(allocator, "clear", self._clear)
+        patches.wrap(allocator, "get_cpu_copy", self._copy_to_host)
+        patches.wrap(allocator, "load_cpu_copy", self._copy_back)
+        halves = _halves(allocator)
+        self.tracks = halves is not None
+        if halves is None:
+            logger.warning(
+                "kv-canary: sglang adapter: running without lifetime tracking, because frees of %s cannot be followed: "
+                "reads of freed slots are seen only once they are reused, and a slot with two owners by its reader",
+                type(allocator).__name__,
+            )
+            return
+        full, windowed = halves
+        for half in {id(h): h for h in halves}.values():
+            mine = [g.pool for g in groups if half is (full if g.lut is None else windowed)]
+            self._pools[id(half)] = list(dict.fromkeys(mine))
+            self._watch(half, patches)
+
+    def take(self) -> list[tuple[KvPool, torch.Tensor]]:
+        """Return the slots that were freed since the last call, int64 [n] for each pool, on the allocator's device.
+
+        To be called, and the slots to be retired, on the stream of the forwards: before a forward begins, and before
+        anything else gives records to slots that may have been freed and handed out again. Does not wait for the
+        device. A slot that was freed twice is there twice.
+        """
+        freed, self._freed = self._freed, {}
+        result = []
+        for half, parts in freed.items():
+            for part in parts:
+                if part.is_cuda:
+                    # It was made on the scheduler's stream.
+                    part.record_stream(torch.cuda.current_stream(part.device))
+            slots = torch.cat(parts)
+            result += [(pool, slots) for pool in self._pools[half]]
+        return result
+
+    def _watch(self, half: Any, patches: Patches) -> None:
+        """Follow one allocator of slots or of pages. Frees of a group come when the group ends, and are free then."""
+        offsets = torch.arange(half.page_size, dtype=torch.int64, device=half.device)
+
+        def free(original: Callable[..., Any], free_index: torch.Tensor) -> Any:
+            held_back = half.free_group is not None
+            result = original(free_index)
+            if not held_back and free_index.numel():
+                # A copy: the engine may have given us a part of a request's row.
+                self._note(half, free_index.to(torch.int64, copy=True))
+            return result
+
+        def release(original: Callable[..., Any], *page_ids: torch.Tensor) -> Any:
+            result = original(*page_ids)
+            for pages in page_ids:
+                self._note(half, (pages.to(torch.int64)[:, None] * half.page_size + offsets).view(-1))
+            return result
+
+        # All ways to free pages end there; slots have but one way.
+        if hasattr(half, "_release_page_ids"):
+            patches.wrap(half, "_release_page_ids", release)
+        else:
+            patches.wrap(half, "free", free)
+
+    def _note(self, half: Any, slots: torch.Tensor) -> None:
+        self._freed.setdefault(id(half), []).append(slots)
+
+    def _clear(self, original: Callable[..., Any]) -> Any:
+        result = original()
+        self._freed.clear()
+        self._guarded(self._cleared)
+        return result
+
+    def _copy_to_host(self, original: Callable[..., Any], indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        copy = original(indices, *args, **kwargs)
+        self._guarded(lambda: self._keep(copy, indices))
+        return copy
+
+    def _copy_back(
+        self, original: Callable[..., Any], copy: Any, indices: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        result = original(copy, indices, *args, **kwargs)
+        self._guarded(lambda: self._bring_back(copy, indices))
+        return result
+
+    def _keep(self, copy: Any, indices: torch.Tensor) -> None:
+        """Keep the records of slots whose bytes are now on the host, for as long as the engine keeps that copy.
+
+        The engine has waited for the device.
+        """
+        key = _first_tensor(copy)
+        if key is not None:
+            self._kept_records[key] = {
+                pool: [records[_translate(indices, lut)] for records in pool.buffers]
+                for pool, lut in self._kept.items()
+            }
+
+    def _bring_back(self, copy: Any, indices: torch.Tensor) -> None:
+        """Give kept records to the slots that the bytes have come back to; the engine has waited for the device."""
+        key = _first_tensor(copy)
+        kept = {} if key is None else self._kept_records.pop(key, {})
+        for pool, parts in kept.items():
+            slots = _translate(indices, self._kept[pool])
+            for records, part in zip(pool.buffers, parts, strict=True):
+                records[slots] = part
+                # Slots that are not mapped any more, or not yet, were all taken for this one.
+                records[0] = 0
+            self._unfree(pool, slots)
+
+    def _unfree(self, pool: KvPool, slots: torch.Tensor) -> None:
+        """Forget that `slots` were freed: they have been handed out again, and have new records already."""
+        for half, parts in self._freed.items():
+            if pool in self._pools[half]:
+                self._freed[half] = [part[~torch.isin(part, slots)] for part in parts]
+
+
+def _halves(allocator: Any) -> tuple[Any, Any] | None:
+    """Return what gives out the slots of full and of windowed layers, or None where the kind is not known."""
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.allocator.swa import PureSWATokenToKVPoolAllocator, SWATokenToKVPoolAllocator
+
+    halves = (allocator, allocator)
+    if type(allocator) in (SWATokenToKVPoolAllocator, PureSWATokenToKVPoolAllocator):
+        if allocator.swa_req_ring:
+            # A window's slots belong to the request's row, and are never freed.
+            return None
+        halves = (allocator.full_attn_allocator, allocator.swa_attn_allocator)
+    known = (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator)
+    return halves if all(type(half) in known for half in halves) else None
+
+
+def _translate(indices: torch.Tensor, lut: torch.Tensor | None) -> torch.Tensor:
+    slots = indices.to(torch.int64)
+    return slots if lut is None else lut[slots]
+
+
+def _first_tensor(copy: Any) -> torch.Tensor | None:
+    """Return the first tensor in nested lists and dicts, which lives for as long as they do."""
+    if isinstance(copy, torch.Tensor):
+        return copy
+    parts = copy.values() if isinstance(copy, dict) else copy if isinstance(copy, list | tuple) else ()
+    return next((found for found in map(_first_tensor, parts) if found is not None), None)

@@ -1,0 +1,295 @@
+"""Speculative decoding: what SGLang's EAGLE workers do with a chain of drafts, in the canary's words.
+
+One call of the worker is one step. To decode, the draft model writes its drafts, one in a forward (inner forwards:
+they may yet be rejected); the target writes the last token and all drafts, and verifies them; the draft model then
+writes all of these positions again, with the tokens that the target has chosen. To prefill, first the target and then
+the draft model write the prompt. Positions past what the target accepts are written again by the same request in its
+next step.
+
+A slot of the draft pool stands for one position, as everywhere, but is computed from the token that follows it: input
+ids are rotated by one, and the last of a prompt is the token that the target has just sampled. So the pool is a group
+with token_offset 1, and a request has to give one token more than it has in the cache.
+
+With the overlapped scheduler a step is prepared before the host has taken in what the last one accepted. Those tokens
+are copied from the device as soon as they are chosen, before the draft model runs on them. Most attention backends let
+the scheduler wait for the new lengths, which come behind that copy: then it has arrived. With those that do without
+(`needs_cpu_seq_lens` is off), the canary waits for it, at the beginning of each step; so it does with `check_inputs`,
+before the draft model writes what was chosen.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kv_canary.engines.patches import Patches
+from kv_canary.engines.sglang import batches, support
+from kv_canary.errors import must_be
+
+# The algorithms whose workers draft a chain and write it as described above.
+SERVED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+# Settings under which they do more, or other things, and which.
+_UNSERVED = {
+    "enable_multi_layer_eagle": "every layer of it has a pool and positions of its own",
+    "speculative_adaptive": "the graphs that drafts are written by change while it runs",
+    "speculative_draft_window_size": "the draft model's pool is a window",
+}
+_SKIPS_DRAFT_EXTEND = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
+_COORDINATES_PREFILL = "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"
+
+
+def check_supported(server_args: Any) -> None:
+    """See that the adapter serves the speculative decoding that is asked for, or that none is.
+
+    Raises:
+        ValueError: it does not; the text names the setting.
+    """
+    args = support.settled(server_args)
+    algorithm = args.speculative_algorithm
+    if not algorithm:
+        return
+    if algorithm.upper() not in SERVED:
+        raise ValueError(must_be("sglang adapter", "speculative_algorithm", f"one of {', '.join(SERVED)}", algorithm))
+    top_k = args.speculative_eagle_topk
+    if top_k not in (None, 1):
+        raise ValueError(
+            must_be(
+                "sglang adapter", "speculative_eagle_topk", "1 (a tree's tokens have several successors)", str(top_k)
+            )
+        )
+    if args.pp_size > 1:
+        expected = "1 with speculative decoding (drafts are made in the step before)"
+        raise ValueError(must_be("sglang adapter", "pp_size", expected, str(args.pp_size)))
+    for name, reason in _UNSERVED.items():
+        if value := getattr(args, name, None):
+            raise ValueError(must_be("sglang adapter", name, f"off ({reason})", str(value)))
+    for name in (_SKIPS_DRAFT_EXTEND, _COORDINATES_PREFILL):
+        if os.environ.get(name, "").lower() in ("1", "true", "yes", "y", "on", "t"):
+            raise ValueError(must_be("sglang adapter", name, "off", "on"))
+
+
+def draft_runners(scheduler: Any) -> list[Any]:
+    """Return the draft models' runners whose pools can be watched.
+
+    None of STANDALONE's with a prefix cache: its keys are the tokens up to a position, without the one behind, so that
+    the last slot of a prefix may hold KV that was computed from another request's next token. That costs drafts, and no
+    output; to the canary it is another token than the request's own. EAGLE's keys hold the token behind as well.
+    """
+    args = support.settled(scheduler.server_args)
+    if not args.speculative_algorithm or scheduler.draft_worker is None:
+        return []
+    if args.speculative_algorithm.upper() == "STANDALONE" and not args.disable_radix_cache:
+        return []
+    return [scheduler.draft_worker.draft_worker.draft_runner]
+
+
+def describe_forward(
+    forward_batch: Any, *, drafted: int = 0, seq_lens: Sequence[int] | None = None
+) -> list[tuple[int, int]]:
+    """Return (prefix, extend) of every request of a forward with speculation.
+
+    Args:
+        forward_batch: of the target or of a draft model.
+        drafted: forwards of the draft model that came before this one in the same chain of drafts.
+        seq_lens: tokens that each request has in the cache at the beginning of the step; None: as the batch has them on
+            the host.
+
+    Raises:
+        ValueError: the batch is of a kind that the adapter does not know, or its lengths are not on the host.
+    """
+    mode = forward_batch.forward_mode
+    if mode.is_target_verify():
+        return [(length, forward_batch.spec_info.draft_token_num) for length in _lengths(forward_batch, seq_lens)]
+    if mode.is_draft_extend_v2():
+        extend = forward_batch.spec_info.num_tokens_per_req
+        lengths = _lengths(forward_batch, seq_lens)
+        # The batch's own count what is about to be written; what it began with does not.
+        return [(length if seq_lens is not None else length - extend, extend) for length in lengths]
+    if mode.is_decode():
+        return [(length + drafted, 1) for length in _lengths(forward_batch, seq_lens)]
+    return batches.lengths(forward_batch)
+
+
+class Speculation:
+    """What a speculative worker is at: how far its chain of drafts is, and what it has accepted that nobody has read.
+
+    Args:
+        worker: the scheduler's `EAGLEWorkerV2` or `StandaloneWorkerV2`.
+        patches: takes the wraps back.
+        step: makes the forwards inside the block one step of the canary.
+        forward: called around forwards of the draft model that do not go through `ModelRunner.forward`, with the
+            original, the runner and the forward batch.
+    """
+
+    def __init__(
+        self,
+        worker: Any,
+        *,
+        patches: Patches,
+        step: Callable[[], AbstractContextManager[Any]],
+        forward: Callable[..., Any],
+    ) -> None:
+        self._step = step
+        self._forward = forward
+        self._runner = worker.draft_worker.draft_runner
+        self._drafted = 0
+        # The requests of the target's last forward, and their lengths.
+        self._target: list[tuple[Any, int, int]] = []
+        # What the last step has chosen and, once this one has, what this one has.
+        self._unread: weakref.WeakKeyDictionary[Any, list[_Unread]] = weakref.WeakKeyDictionary()
+        patches.wrap(worker, "forward_batch_generation", self._iterate)
+        patches.wrap(worker, "verify", self._verify)
+        patches.wrap(worker.target_worker, "forward_batch_generation", self._target_forward)
+        # The graph of a chain of drafts is left alone: each of its positions is written again, and recorded, by the
+        # forward that this graph stands for, before anything relies on it.
+        graph = getattr(worker.draft_worker, "cuda_graph_runner_for_draft_extend", None)
+        if graph is not None:
+            patches.wrap(graph, "execute", self._replay)
+
+    def describe(self, forward_batch: Any) -> list[tuple[int, int]]:
+        """Return (prefix, extend) of every request of the forward that is about to run; once for each forward.
+
+        Raises:
+            ValueError: see `describe_forward`.
+        """
+        who = [noted.req for noted in batches.noted(forward_batch)]
+        mode = forward_batch.forward_mode
+        seq_lens = None
+        if forward_batch.seq_lens_cpu is None:
+            if mode.is_draft_extend_v2():
+                seq_lens = [prefix for _, prefix, _ in self._target]
+            elif mode.is_decode() or mode.is_target_verify():
+                # The last token is the one that is not in the cache.
+                seq_lens = [self._known(req) - 1 for req in who]
+        lens = describe_forward(forward_batch, drafted=self._drafted, seq_lens=seq_lens)
+        if is_draft(forward_batch):
+            self._drafted += 1
+        elif not mode.is_draft_extend_v2():
+            self._target = [(req, *both) for req, both in zip(who, lens, strict=True)]
+        return lens
+
+    def tokens(self, req: Any) -> Callable[[int, int], list[int]]:
+        """Return a function that gives a request's own tokens, those included that the scheduler has not taken in."""
+        own = batches.own_tokens(req)
+
+        def tokens(start: int, end: int) -> list[int]:
+            found = own(start, end)
+            for unread in self._unread.get(req, ()):
+                first = start + len(found) - unread.start
+                if len(found) < end - start and first >= 0:
+                    found = found + unread.read()[first : end - unread.start]
+            return found
+
+        return tokens
+
+    def _known(self, req: Any) -> int:
+        known = len(req.origin_input_ids) + len(req.output_ids)
+        for unread in self._unread.get(req, ()):
+            if known <= unread.start:
+                known = unread.start + len(unread.read())
+        return known
+
+    def _iterate(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if batch.forward_mode.is_idle():
+            return original(batch, *args, **kwargs)
+        self._drafted = 0
+        self._target = []
+        with self._step():
+            return original(batch, *args, **kwargs)
+
+    def _target_forward(self, original: Callable[..., Any], *args: Any, is_verify: bool = False, **kwargs: Any) -> Any:
+        result = original(*args, is_verify=is_verify, **kwargs)
+        if not is_verify and result.next_token_ids is not None:
+            # The token behind the prompt; of a chunk that is not the last, the prompt's own comes before it.
+            self._note(result.next_token_ids, None, behind=lambda prefix, extend: prefix + extend)
+        return result
+
+    def _verify(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(batch, *args, **kwargs)
+        # The last token of before is the first that was verified.
+        self._note(result.next_token_ids, result.accept_lens, behind=lambda prefix, extend: prefix + 1)
+        return result
+
+    def _replay(self, original: Callable[..., Any], forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        def replay(_runner: Any, forward_batch: Any) -> Any:
+            return original(forward_batch, *args, **kwargs)
+
+        return self._forward(replay, self._runner, forward_batch)
+
+    def _note(self, tokens: torch.Tensor, counts: torch.Tensor | None, *, behind: Callable[[int, int], int]) -> None:
+        """Keep what the target has chosen for the requests of its last forward, without waiting for it.
+
+        Args:
+            tokens: int [requests x most], on the device.
+            counts: int [requests] of them; None: all.
+            behind: tells from prefix and extend how many tokens a request has before these.
+        """
+        if not self._target:
+            return
+        chosen = _Chosen(tokens, counts)
+        for number, (req, prefix, extend) in enumerate(self._target):
+            unread = _Unread(start=behind(prefix, extend), number=number, of=len(self._target), chosen=chosen)
+            # What was chosen in the place of these counts no more: the request was put off before it was taken in.
+            before = [u for u in self._unread.get(req, ())[-1:] if u.start < unread.start]
+            self._unread[req] = [*before, unread]
+
+
+def is_draft(forward_batch: Any) -> bool:
+    """Say whether a forward writes drafts: an inner forward, on tokens that may yet be rejected."""
+    return bool(forward_batch.forward_mode.is_decode())
+
+
+class _Chosen:
+    """What the target has chosen in one step, on its way to the host.
+
+    Args:
+        tokens, counts: on the device; copied at once, behind what has been launched.
+    """
+
+    def __init__(self, tokens: torch.Tensor, counts: torch.Tensor | None) -> None:
+        self._tokens = _to_host(tokens)
+        self._counts = None if counts is None else _to_host(counts)
+        self._copied: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def of(self, number: int, requests: int) -> list[int]:
+        """Return the tokens of the request with this number among so many; waits for them if they are not there yet."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        mine: list[int] = self._tokens.view(requests, -1)[number].tolist()
+        return mine if self._counts is None else mine[: int(self._counts[number])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unread:
+    """Tokens of one request, from its token `start` on, that the scheduler may not have taken in yet."""
+
+    start: int
+    number: int
+    of: int
+    chosen: _Chosen
+
+    def read(self) -> list[int]:
+        return self.chosen.of(self.number, self.of)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _lengths(forward_batch: Any, seq_lens: Sequence[int] | None) -> list[int]:
+    if seq_lens is not None:
+        return list(seq_lens)
+    if forward_batch.seq_lens_cpu is None:
+        raise ValueError(must_be("sglang adapter", "seq_lens_cpu", "known on the host", "None"))
+    lengths: list[int] = forward_batch.seq_lens_cpu.tolist()
+    return lengths
