@@ -18,7 +18,7 @@ MINUTES ?= 30
 # Processes of `make soak`.
 JOBS ?= 2
 
-.PHONY: help setup demo check test test-tf517 fuzz mutants planted soak clean
+.PHONY: help setup demo check test test-tf517 test-sglang fuzz mutants planted soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,9 @@ test: check ## check, then every test, Triton in its interpreter
 test-tf517: .venv-tf517/.stamp ## the adapter's tests with the oldest transformers, in .venv-tf517
 	.venv-tf517/bin/pytest -n 2 --benchmark-disable tests/engines
 
+test-sglang: .venv-sglang/.stamp ## the adapter in SGLang's own engine, on the CPU, in .venv-sglang
+	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest -n 2 --dist worksteal tests/sglang
+
 fuzz: .venv/.stamp ## look for differences between kernels and references for half an hour (MINUTES=...)
 	.venv/bin/kv-canary difftest fuzz --minutes $(MINUTES) --database .hypothesis/examples
 
@@ -58,24 +61,27 @@ soak: .venv/.stamp ## healthy engines stay silent, injected faults are found (JO
 	.venv/bin/python -P -m kv_canary.bench.detection --jobs $(JOBS) --json bench/results/detection.json
 
 clean: ## remove environments, builds and caches; found counterexamples stay
-	rm -rf .venv .venv-tf517 build dist *.egg-info .benchmarks .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-tf517 .venv-sglang build dist *.egg-info .benchmarks .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.stamp: constraints.txt pyproject.toml
-	$(call install,.venv,cat constraints.txt)
+	$(call install,.venv,cat constraints.txt,-e '.[dev]')
 
 .venv-tf517/.stamp: constraints.txt pyproject.toml
-	$(call install,.venv-tf517,sed 's/^transformers==.*/$(OLD_TRANSFORMERS)/' constraints.txt)
+	$(call install,.venv-tf517,sed 's/^transformers==.*/$(OLD_TRANSFORMERS)/' constraints.txt,-e '.[dev]')
 
-# $(call install,folder,command): make an environment of the versions that `command` prints.
+.venv-sglang/.stamp: constraints-sglang.txt pyproject.toml tests/sglang/environment/pyproject.toml
+	$(call install,.venv-sglang,cat constraints-sglang.txt,--no-deps -r .venv-sglang/constraints.txt -e . -e tests/sglang/environment)
+
+# $(call install,folder,command,packages): make an environment of the packages, in the versions that `command` prints.
 # torch comes first and by itself: the build that pip prefers (a local CPU one, say) is taken, and then pinned to the
 # letter so that nothing replaces it. A CUDA build brings the Triton that it was made with; the pin is for the others.
 define install
 	test -x $(1)/bin/pip || $(or $(PYTHON),$(error kv-canary: setup needs Python 3.11 or 3.12 with venv: make setup PYTHON=...)) -m venv $(1)
 	$(2) | grep -v '^triton==' > $(1)/constraints.txt
 	$(1)/bin/pip install -q -c $(1)/constraints.txt torch setuptools
-	$(1)/bin/pip show torch | grep -q '^Requires:.*triton' || grep '^triton==' constraints.txt >> $(1)/constraints.txt
+	$(1)/bin/pip show torch | grep -q '^Requires:.*triton' || $(2) | grep '^triton==' >> $(1)/constraints.txt
 	$(1)/bin/pip freeze --all | grep '^torch==' >> $(1)/constraints.txt
-	$(1)/bin/pip install -q -c $(1)/constraints.txt --no-build-isolation -e '.[dev]'
+	$(1)/bin/pip install -q -c $(1)/constraints.txt --no-build-isolation $(3)
 	touch $(1)/.stamp
 endef

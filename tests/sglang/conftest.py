@@ -1,0 +1,40 @@
+"""SGLang's tests are collected where SGLang is, which is not the usual environment (make test-sglang)."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+
+import pytest
+
+collect_ignore = ["environment"]
+if importlib.util.find_spec("sglang") is None:
+    collect_ignore_glob = ["*"]
+
+# SGLang reads it when it is imported.
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Take back what the other tests want of Triton: SGLang's processes run as they do outside of tests."""
+    os.environ.pop("TRITON_INTERPRET", None)
+    # It warns of every model that it cannot import, and of the small pools.
+    logging.getLogger("sglang").setLevel(logging.ERROR)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny Llama."""
+    from .engine import tiny_model
+
+    return tiny_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="session")
+def mellum(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny Mellum, whose sliding layers have a pool of their own."""
+    from .engine import tiny_model
+
+    return tiny_model(tmp_path_factory.mktemp("models") / "mellum", "mellum")

@@ -1,0 +1,192 @@
+"""Speculative decoding with chains of drafts, in a running scheduler: what is healthy stays unreported."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from kv_canary.engines.sglang import session, speculative
+
+from . import eagle_harness, engine
+from .eagle_harness import some_tokens
+
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return eagle_harness.models(tmp_path_factory.mktemp("eagle"))
+
+
+def run(scheduler: Any, prompts: list[list[int]]) -> list[Any]:
+    reqs = [engine.submit(scheduler, prompt, NEW) for prompt in prompts]
+    engine.run_all(scheduler)
+    return reqs
+
+
+def check(model: str, reqs: list[Any], *, steps: int = eagle_harness.STEPS) -> dict[str, Any]:
+    """See that outputs are the target's own, that nothing was found, and that all relied on was verified."""
+    assert all(engine.is_greedy(model, req.origin_input_ids, list(req.output_ids)[:NEW]) for req in reqs)
+    status = clean()
+    right, wrong = eagle_harness.accepted(reqs, steps=steps)
+    assert right > 10
+    assert wrong > 10
+    return status
+
+
+def clean() -> dict[str, Any]:
+    session.current().manager.flush()
+    status = session.current().status()
+    assert (status["status"], status["off"], status["violations"]) == ("healthy", "", 0)
+    assert status["positions_verified"] == status["positions_relied_on"] > 1_000
+    return status
+
+
+def prompts_with_hits() -> tuple[list[list[int]], list[list[int]]]:
+    """Return prompts of one chunk and of several, some as long as whole chunks; then some that begin like them."""
+    shared = some_tokens(100, seed=0)
+    first = [shared + some_tokens(7, seed=1), *(some_tokens(n, seed=n) for n in (150, 9, 64, 128))]
+    return first, [
+        shared + some_tokens(5, seed=6),
+        first[1] + some_tokens(3, seed=7),
+        some_tokens(200, seed=8),
+        first[0],
+    ]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("check_inputs", ["0", "1"])
+def test_chunks_and_prefix_hits_are_clean(models: tuple[str, str], overlap: bool, page: int, check_inputs: str) -> None:
+    scheduler = eagle_harness.build(
+        models,
+        settings={"KV_CANARY_CHECK_INPUTS": check_inputs, "KV_CANARY_SWEEP_EVERY": "3"},
+        disable_overlap_schedule=not overlap,
+        page_size=page,
+    )
+    assert scheduler.enable_overlap is overlap
+    first, then = prompts_with_hits()
+    reqs = run(scheduler, first)
+    hits = run(scheduler, then)
+    # A cached position of the draft model goes with the token behind it.
+    assert [req.cached_tokens for req in hits] == ([99, 149, 0, 105] if page == 1 else [96, 144, 0, 96])
+    assert check(models[0], reqs + hits)["groups"] == ["full", "draft"]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_lengths_that_are_on_the_device_only_are_waited_for(models: tuple[str, str], steps: int) -> None:
+    chain = {"speculative_num_steps": steps, "speculative_num_draft_tokens": steps + 1}
+    scheduler = eagle_harness.build(models, disable_overlap_schedule=False, **chain)
+    # As attention backends have it that read lengths on the device.
+    scheduler.future_map.needs_cpu_seq_lens = False
+    without: list[str] = []
+    describe = speculative.Speculation.describe
+    session.current()._speculation.describe = lambda batch: (
+        without.append(batch.forward_mode.name) if batch.seq_lens_cpu is None else None,
+        describe(session.current()._speculation, batch),
+    )[1]
+    first, then = prompts_with_hits()
+    check(models[0], run(scheduler, first) + run(scheduler, then), steps=steps)
+    drafting = {"DECODE"} if steps > 1 else set()
+    assert {"TARGET_VERIFY", "DRAFT_EXTEND_V2"} | drafting == set(without)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_tight_pool_with_retractions_aborts_and_flushes_is_clean(
+    models: tuple[str, str], monkeypatch: pytest.MonkeyPatch, overlap: bool, mixed: bool
+) -> None:
+    from sglang.srt.managers import scheduler as managers
+
+    # SGLang's own switch for tests: requests are put off as if there were no room.
+    monkeypatch.setattr(managers, "TEST_RETRACT", True)
+    monkeypatch.setattr(managers, "TEST_RETRACT_INTERVAL", 9)
+    scheduler = eagle_harness.build(
+        models,
+        settings={"KV_CANARY_SWEEP_EVERY": "4"},
+        disable_overlap_schedule=not overlap,
+        max_total_tokens=420,
+        max_running_requests=6,
+        enable_mixed_chunk=mixed,
+    )
+    rng = random.Random(11)
+    stems = [some_tokens(n, seed=n) for n in (40, 90)]
+    reqs: list[Any] = []
+    aborted: set[str] = set()
+
+    def before_step(iteration: int) -> bool:
+        if len(reqs) < 24 and len(scheduler.waiting_queue) < 3 and rng.random() < 0.4:
+            stem = rng.choice(stems)[: rng.choice((16, 40, 64, 90))]
+            reqs.append(engine.submit(scheduler, stem + some_tokens(rng.randrange(1, 30), seed=iteration), 2 * NEW))
+        if reqs and rng.random() < 0.04:
+            rid = reqs[-1].rid
+            aborted.add(rid)
+            engine.abort(scheduler, rid)
+        return len(reqs) < 24
+
+    modes = engine.run_all(scheduler, before_step)
+    assert bool(modes["MIXED"]) is mixed
+    assert sum(req.retraction_count for req in reqs) > 0
+    assert aborted
+    done = [req for req in reqs if req.rid not in aborted]
+    assert all(len(req.output_ids) >= 2 * NEW for req in done)
+    check(models[0], done)
+    assert scheduler.flush_cache()
+    check(models[0], run(scheduler, [stems[1]] * 3))
+
+
+def test_standalone_drafts_are_watched_where_no_prefix_is_shared(models: tuple[str, str]) -> None:
+    args = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": models[0]}
+    first, then = prompts_with_hits()
+    for disable_radix_cache, groups in ((False, ["full"]), (True, ["full", "draft"])):
+        scheduler = eagle_harness.build(models, disable_radix_cache=disable_radix_cache, **args)
+        reqs = run(scheduler, first) + run(scheduler, then)
+        assert all(engine.is_greedy(models[0], req.origin_input_ids, list(req.output_ids)[:NEW]) for req in reqs)
+        assert clean()["groups"] == groups
+
+
+def test_standalone_drafts_read_another_request_s_token_behind_a_prefix(
+    models: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why they are not watched with a prefix cache: SGLang's own drafts, without any fault put in."""
+    monkeypatch.setattr(
+        speculative, "draft_runners", lambda scheduler: [scheduler.draft_worker.draft_worker.draft_runner]
+    )
+    scheduler = eagle_harness.build(
+        models, mode="log", speculative_algorithm="STANDALONE", speculative_draft_model_path=models[0]
+    )
+    shared = some_tokens(100, seed=0)
+    run(scheduler, [[*shared, 5, 6, 7]])
+    [req] = run(scheduler, [[*shared, 8, 9, 10]])
+    manager = session.current().manager
+    manager.flush()
+    found = {(r.group, r.position, r.reasons) for r in manager.reports if r.tag == "HEAD_FULL"}
+    assert {(position, reasons) for group, position, reasons in found if "draft" in group} == {
+        (99, ("TOKEN",)),
+        # It does not follow from the one before.
+        (100, ("CHAIN",)),
+    }
+    assert engine.is_greedy(models[0], req.origin_input_ids, list(req.output_ids)[:NEW])
+
+
+def test_its_own_fault_in_the_middle_of_a_step_turns_it_off_and_the_engine_goes_on(
+    models: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = eagle_harness.build(models, mode="log")
+    seen: list[str] = []
+    describe = session.current()._speculation.describe
+
+    def fails(batch: Any) -> Any:
+        seen.append(batch.forward_mode.name)
+        if len(seen) == 6:
+            raise ValueError("of its own")
+        return describe(batch)
+
+    monkeypatch.setattr(session.current()._speculation, "describe", fails)
+    reqs = run(scheduler, [some_tokens(70, seed=1), some_tokens(20, seed=2)])
+    assert "of its own" in session.current().off
+    assert all(engine.is_greedy(models[0], req.origin_input_ids, list(req.output_ids)[:NEW]) for req in reqs)

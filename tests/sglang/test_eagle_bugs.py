@@ -1,0 +1,172 @@
+"""Documented bugs of SGLang's speculative decoding, put back into the running engine: each is found, and named.
+
+None of them changes an output: the target decides what is accepted. They cost drafts, and nobody sees why.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from kv_canary.constants import to_signed
+from kv_canary.engines.sglang import session
+from kv_canary.reports import CanaryViolationError, ViolationReport
+
+from . import eagle_harness, engine
+from .eagle_harness import some_tokens
+
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return eagle_harness.models(tmp_path_factory.mktemp("eagle"))
+
+
+def run(scheduler: Any, *prompts: list[int], new_tokens: int = NEW) -> list[Any]:
+    reqs = [engine.submit(scheduler, prompt, new_tokens) for prompt in prompts]
+    engine.run_all(scheduler)
+    return reqs
+
+
+def found() -> list[ViolationReport]:
+    session.current().manager.flush()
+    return list(session.current().manager.reports)
+
+
+def in_draft(reports: list[ViolationReport]) -> bool:
+    """Whether the draft model's pool may be the one that all of these were found in."""
+    return all("draft" in report.group for report in reports)
+
+
+def shift_positions(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let drafts be computed for the position behind the one that they are written to (sglang#25015)."""
+    worker = scheduler.draft_worker.draft_worker
+    draft_forward = worker.draft_forward
+
+    def shifted(forward_batch: Any) -> Any:
+        forward_batch.positions = forward_batch.positions + 1
+        return draft_forward(forward_batch)
+
+    monkeypatch.setattr(worker, "draft_forward", shifted)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_draft_positions_off_by_one(models: tuple[str, str], monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    scheduler = eagle_harness.build(models, mode="log", disable_overlap_schedule=not overlap)
+    shift_positions(scheduler, monkeypatch)
+    reqs = run(scheduler, some_tokens(30, seed=1), some_tokens(70, seed=2))
+    reports = found()
+    assert in_draft(reports)
+    # Where it is written, from the first draft of each request on; and where the next draft reads it.
+    assert {(r.tag, r.reasons) for r in reports} >= {
+        ("TAIL_FULL", ("WRITE_POSITION",)),
+        ("HEAD_FULL", ("POSITION",)),
+    }
+    written = [r for r in reports if r.reasons == ("WRITE_POSITION",)]
+    assert {min(r.position for r in written if r.request_id == req.rid) for req in reqs} == {30, 70}
+    assert all(r.position >= 30 for r in reports)
+    assert all(engine.is_greedy(models[0], req.origin_input_ids, list(req.output_ids)[:NEW]) for req in reqs)
+
+
+def test_draft_positions_off_by_one_raise_at_the_next_step(
+    models: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = eagle_harness.build(models, mode="raise")
+    shift_positions(scheduler, monkeypatch)
+    with pytest.raises(CanaryViolationError, match="WRITE_POSITION"):
+        run(scheduler, some_tokens(30, seed=1))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # The next chunk reads what the chunk before it has left.
+        ({"KV_CANARY_CHECK_TOKENS": "1"}, {("HEAD_FULL", ("TOKEN",)), ("TAIL_FULL", ("PREFIX",))}),
+        # Without a table of tokens, where the chain is continued.
+        ({"KV_CANARY_CHECK_TOKENS": "0"}, {("TAIL_FULL", ("PREFIX",))}),
+        # In the forward itself.
+        (
+            {"KV_CANARY_CHECK_TOKENS": "0", "KV_CANARY_CHECK_INPUTS": "1"},
+            {("TAIL_FULL", ("PREFIX",)), ("TAIL_FULL", ("WRITE_TOKEN",))},
+        ),
+    ],
+)
+def test_a_chunk_that_ends_with_the_sampled_token_and_not_with_the_prompt_s_next(
+    models: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    overlap: bool,
+    settings: dict[str, str],
+    expected: set[tuple[str, tuple[str, ...]]],
+) -> None:
+    """sglang#26800: input ids are rotated by one, and what is behind a chunk was taken from the target's output."""
+    from sglang.srt.speculative import eagle_worker_v2
+
+    monkeypatch.setattr(
+        eagle_worker_v2, "_eagle_prefill_tail_tokens", lambda batch, sampled: sampled.to(batch.input_ids.dtype)
+    )
+    scheduler = eagle_harness.build(models, mode="log", settings=settings, disable_overlap_schedule=not overlap)
+    [req] = run(scheduler, some_tokens(150, seed=3), new_tokens=1)
+    reports = found()
+    assert {(r.tag, r.reasons) for r in reports} >= expected
+    assert in_draft(reports)
+    # Chunks of 64: their last positions, and the ones behind, whose chains do not follow from them.
+    assert {r.position for r in reports if "CHAIN" not in r.reasons} == {63, 127}
+    assert {r.position for r in reports if "CHAIN" in r.reasons} <= {64, 128}
+    assert engine.is_greedy(models[0], req.origin_input_ids, req.output_ids)
+
+
+def test_draft_kv_that_was_never_written_on_a_prefix_hit(
+    models: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sglang#19897: the target's KV was cached without the draft model's, and a later request relied on both."""
+    scheduler = eagle_harness.build(models, mode="log")
+    runner = scheduler.draft_worker.draft_worker.draft_runner
+    forward = runner.forward
+
+    def nowhere(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        forward_batch.out_cache_loc = torch.zeros_like(forward_batch.out_cache_loc)
+        return forward(forward_batch, *args, **kwargs)
+
+    prompt = some_tokens(40, seed=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "forward", nowhere)
+        run(scheduler, prompt, new_tokens=1)
+    assert found() == []
+    [req] = run(scheduler, prompt + some_tokens(10, seed=5))
+    reports = found()
+    assert req.cached_tokens == 39
+    never = {r.position for r in reports if r.reasons == ("NEVER_WRITTEN",)}
+    assert never
+    assert session.current().status()["reasons"]["NEVER_WRITTEN"] >= req.cached_tokens
+    assert in_draft(reports)
+    assert never <= set(range(39))
+    assert engine.is_greedy(models[0], req.origin_input_ids, list(req.output_ids)[:NEW])
+
+
+@pytest.mark.parametrize("pool", ["full", "draft"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_changed_byte_of_either_model_s_kv_is_found_there(models: tuple[str, str], pool: str, overlap: bool) -> None:
+    scheduler = eagle_harness.build(
+        models, mode="log", settings={"KV_CANARY_READ_BYTES": "128"}, disable_overlap_schedule=not overlap
+    )
+    runners = {"full": scheduler.tp_worker.model_runner, "draft": scheduler.draft_worker.draft_worker.draft_runner}
+    req = engine.submit(scheduler, some_tokens(40, seed=6), NEW)
+
+    def flip(iteration: int) -> None:
+        if iteration == 4:
+            slot = int(scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, 9])
+            # Position 9 is fingerprinted in the first layer of three, and of one.
+            runners[pool].token_to_kv_pool.v_buffer[0][slot, 1, 3] += 1
+
+    engine.run_all(scheduler, flip)
+    reports = found()
+    assert {(r.position, r.reasons) for r in reports} == {(9, ("V",))}
+    # The record that was read is that pool's.
+    chains = {g.name: {int(c) for c in g.pool.records[:, 1]} for g in session.current().manager.groups}
+    assert {name for r in reports for name in chains if to_signed(r.record.chain) in chains[name]} == {pool}

@@ -1,0 +1,194 @@
+"""The canary of a scheduler: what it says of itself, what it refuses, and what becomes of faults, its own included."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from kv_canary.constants import OWNER_MASK
+from kv_canary.engines.sglang import batches, session, support
+from kv_canary.reports import CanaryViolationError
+
+from . import engine
+
+
+def build(model, mode, settings=(), **args):
+    with engine.overriding(KV_CANARY_MODE=mode, **dict(settings)):
+        return engine.build_scheduler(model, **args)
+
+
+def tokens(n, seed=0):
+    rng = random.Random(seed)
+    return [rng.randrange(3, engine.VOCABULARY) for _ in range(n)]
+
+
+def test_the_servers_internal_state_shows_it(llama):
+    scheduler = build(llama, "log")
+    req = engine.submit(scheduler, tokens(70), 5)
+    engine.run_all(scheduler)
+    state = scheduler.get_internal_state(None).internal_state["kv-canary"]
+    assert engine.is_greedy(llama, req.origin_input_ids, req.output_ids)
+    assert (state["status"], state["off"], state["mode"], state["groups"]) == ("healthy", "", "log", ["full"])
+    # Two chunks and four decodes: 64, then 70, 71, 72 and 73.
+    assert state["positions_verified"] == state["positions_relied_on"] == 64 + 70 + 71 + 72 + 73
+    assert state["hooks"]["sglang.srt.model_executor.model_runner.ModelRunner.forward"] >= 6
+    assert all(count > 0 for target, count in state["hooks"].items() if "on_idle" not in target), state["hooks"]
+
+
+def test_turned_off_for_one_scheduler_there_is_none(llama):
+    scheduler = build(llama, "off")
+    engine.submit(scheduler, tokens(10), 3)
+    engine.run_all(scheduler)
+    assert "kv-canary" not in scheduler.get_internal_state(None).internal_state
+    with pytest.raises(RuntimeError, match="must be installed into"):
+        session.current()
+
+
+def test_a_finding_raises_at_the_next_step_in_raise_mode(llama):
+    scheduler = build(llama, "raise", {"KV_CANARY_READ_BYTES": "128"})
+    req = engine.submit(scheduler, tokens(40), 8, rid="the victim")
+    engine.step(scheduler)
+    engine.step(scheduler)
+    slot = int(scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, 9])
+    # Position 9 is fingerprinted in layer 0 of three.
+    scheduler.tp_worker.model_runner.token_to_kv_pool.k_buffer[0][slot, 0, 0] += 1
+    engine.step(scheduler)
+    with pytest.raises(CanaryViolationError, match="the victim"):
+        engine.step(scheduler)
+    [report] = [r for r in session.current().manager.reports if r.tag == "HEAD_FULL"]
+    assert (report.slot, report.position, list(report.reasons)) == (slot, 9, ["K"])
+
+
+def test_findings_are_told_when_the_scheduler_is_idle(llama, caplog):
+    scheduler = build(llama, "log", {"KV_CANARY_READ_BYTES": "128"})
+    req = engine.submit(scheduler, tokens(40), 3, rid="the last")
+    engine.step(scheduler)
+    engine.step(scheduler)
+    slot = int(scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, 9])
+    scheduler.tp_worker.model_runner.token_to_kv_pool.v_buffer[0][slot, 0, 0] += 1
+    engine.step(scheduler)
+    assert not session.current().manager.reports
+    engine.step(scheduler)
+    assert {tuple(r.reasons) for r in session.current().manager.reports} == {("V",)}
+    assert "the last" in caplog.text
+
+
+def test_a_fault_of_its_own_turns_it_off_in_log_mode_and_the_engine_goes_on(llama, monkeypatch, caplog):
+    scheduler = build(llama, "log")
+    monkeypatch.setattr(batches, "identity_of", lambda req: 1 // 0)
+    req = engine.submit(scheduler, tokens(70), 5)
+    engine.run_all(scheduler)
+    assert engine.is_greedy(llama, req.origin_input_ids, req.output_ids)
+    state = session.current().status()
+    assert (state["status"], state["steps"]) == ("disabled", 0)
+    assert state["off"] == "failed: ZeroDivisionError: integer division or modulo by zero"
+    assert "the canary has failed and is OFF" in caplog.text
+    monkeypatch.undo()
+    again = engine.submit(scheduler, tokens(70), 5)
+    engine.run_all(scheduler)
+    assert again.output_ids == req.output_ids
+    assert session.current().status()["steps"] == 0
+
+
+def test_a_fault_of_its_own_is_raised_in_raise_mode(llama, monkeypatch):
+    scheduler = build(llama, "raise")
+    monkeypatch.setattr(batches, "identity_of", lambda req: 1 // 0)
+    engine.submit(scheduler, tokens(70), 5)
+    with pytest.raises(ZeroDivisionError):
+        engine.run_all(scheduler)
+
+
+def test_identities_come_from_the_cache_key(llama):
+    scheduler = build(llama, "raise", {"KV_CANARY_SWEEP_EVERY": "1"})
+    prompt = tokens(50)
+    reqs = []
+    for key in (None, "adapter a", None, "adapter b", "adapter a"):
+        req = engine.submit(scheduler, prompt, 4)
+        req.extra_key = key
+        reqs.append(req)
+        engine.run_all(scheduler)
+    assert [req.cached_tokens > 0 for req in reqs] == [False, False, True, False, True]
+    words = [batches.identity_of(req) for req in reqs]
+    assert words[0] == words[2] == 0
+    assert words[1] == words[4] != words[3] != 0
+    summary = session.current().manager.summary()
+    assert (summary.violations, summary.positions_verified) == (0, summary.positions_relied_on)
+
+
+def test_one_tenants_prefix_given_to_another_is_found(llama):
+    scheduler = build(llama, "log")
+    prompt = tokens(50)
+    first = engine.submit(scheduler, prompt, 4)
+    first.cache_salt = "tenant 1"
+    engine.run_all(scheduler)
+    # The cache forgets whose it is: the same tokens under another salt.
+    second = engine.submit(scheduler, prompt, 4)
+    second.cache_salt = "tenant 1"
+    engine.step(scheduler)
+    assert second.cached_tokens > 0
+    second.cache_salt = "tenant 2"
+    engine.step(scheduler)
+    second.cache_salt = "tenant 1"
+    engine.run_all(scheduler)
+    assert {r for report in session.current().manager.reports for r in report.reasons} & {"CHAIN", "PREFIX"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("enable_pdmux", True),
+        ("enable_hisparse", True),
+        ("enable_unified_memory", True),
+        ("enable_lmcache", True),
+        ("disaggregation_decode_enable_offload_kvcache", True),
+        ("dcp_size", 2),
+        ("attn_cp_size", 2),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(name, value):
+    scheduler = SimpleNamespace(
+        server_args=SimpleNamespace(**{name: value}),
+        dllm_config=None,
+        model_config=SimpleNamespace(is_encoder_decoder=False),
+    )
+    with pytest.raises(ValueError, match=f"sglang adapter: {name} must be"):
+        support.check(scheduler)
+    setattr(scheduler.server_args, name, False)
+    support.check(scheduler)
+    scheduler.model_config.is_encoder_decoder = True
+    with pytest.raises(ValueError, match="an encoder-decoder"):
+        support.check(scheduler)
+
+
+def test_the_names_of_settings_that_are_not_served_are_sglangs(llama):
+    args = build(llama, "log").server_args
+    assert [name for name in (*support._UNSERVED, "dcp_size", "attn_cp_size") if not hasattr(args, name)] == []
+
+
+def test_owners_are_by_request_not_by_name():
+    class Req:
+        rid = "the same name"
+
+    owners, first, second = batches.Owners(), Req(), Req()
+    assert owners.owner(first) == owners.owner(first) == 1
+    assert owners.owner(second) == 2
+    assert (owners.name(1), owners.name(2), owners.name(3)) == ("the same name", "the same name", None)
+    del first
+    owners._last = OWNER_MASK
+    third = Req()
+    assert owners.owner(third) == 1
+
+
+def test_a_result_that_was_thrown_away_is_told_from_one_that_was_taken():
+    # A prompt of 10 and 3 outputs; the forward under way has the last of them as its input.
+    req = SimpleNamespace(origin_input_ids=[0] * 10, output_ids=[0] * 3, finished=lambda: True)
+    discarded = batches._discarded(req, 13)
+    assert discarded()
+    req.output_ids.append(0)
+    assert not discarded()
+    req.finished = lambda: False
+    assert not discarded()
