@@ -1,0 +1,133 @@
+"""A real SGLang scheduler in this process: a tiny model, requests handed in directly, one step at a time, on a CPU.
+
+Importing this module imports no engine. One scheduler a process: SGLang keeps its settings in module globals.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LAYERS = 3
+VOCABULARY = 1000
+# Of the tiny model's K, and of its V: 2 heads of 16 elements of 4 bytes.
+BYTES_PER_TOKEN = 128
+
+ARGUMENTS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "device": "cpu",
+    "dtype": "float32",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "chunked_prefill_size": 64,
+    "max_total_tokens": 2048,
+    "max_running_requests": 8,
+    "random_seed": 0,
+    "log_level": "error",
+    # Its thread would end a process in which nobody steps the scheduler for long.
+    "watchdog_timeout": 1e9,
+}
+
+
+def write_tiny_model(path: Path) -> None:
+    """Save a Llama of random weights; wide enough apart that another key or value changes what is generated."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=4096,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).float().save_pretrained(path)
+
+
+def build_scheduler(model: Path, **arguments: Any) -> Any:
+    """Return a scheduler that serves the model at `model`; outputs stay with the requests, and are sent nowhere.
+
+    Args:
+        model: folder of a checkpoint.
+        arguments: of SGLang's `ServerArgs`; they come before `ARGUMENTS`.
+    """
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.entrypoints.engine import _set_envs_and_config
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    server = ServerArgs(**{"model_path": str(model), **ARGUMENTS, **arguments})
+    server.resolve_once()
+    _set_envs_and_config(server)
+    ports = PortArgs.init_new(server)
+    rank = spawn_world_rank(server, tp_rank=0, pp_rank=0)
+    publish(server, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))
+    scheduler = Scheduler(server, ports)
+    for sender in (scheduler.ipc_channels.send_to_tokenizer, scheduler.ipc_channels.send_to_detokenizer):
+        sender.socket = None
+    return scheduler
+
+
+def submit(scheduler: Any, request_id: str, prompt: Sequence[int], *, new_tokens: int) -> Any:
+    """Queue a request that decodes greedily, end-of-text or not; return SGLang's `Req`, which fills as steps run."""
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
+    sampling.normalize(None)
+    request = TokenizedGenerateReqInput(
+        rid=request_id,
+        input_text=None,
+        input_ids=array("q", prompt),
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=sampling,
+        return_logprob=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=False,
+    )
+    scheduler.process_input_requests([request])
+    return scheduler.waiting_queue[-1]
+
+
+def step(scheduler: Any) -> Any:
+    """Run one batch, as SGLang's own loop without overlap does; return it, or None when there is nothing to do."""
+    plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
+    scheduler.running_batch = plan.running_batch
+    batch = plan.batch_to_run
+    if batch:
+        scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+    scheduler.last_batch = batch
+    return batch
+
+
+def row_of(request: Any) -> int:
+    """Return the line of `req_to_token` that a running request owns."""
+    row: int = request.kv.req_pool_idx
+    return row
+
+
+def cached_length(request: Any) -> int:
+    """Return how many positions of a running request hold KV."""
+    length: int = request.kv.kv_committed_len
+    return length
