@@ -61,7 +61,7 @@ soak: .venv/.stamp ## healthy engines stay silent, injected faults are found (JO
 	.venv/bin/python -P -m kv_canary.bench.detection --jobs $(JOBS) --json bench/results/detection.json
 
 clean: ## remove environments, builds and caches; found counterexamples stay
-	rm -rf .venv .venv-tf517 .venv-sglang build dist *.egg-info .benchmarks .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-tf517 .venv-sglang build dist *.egg-info tests/sglang/environment/*.egg-info .benchmarks .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.stamp: constraints.txt pyproject.toml
