@@ -8,8 +8,10 @@ import os
 
 import pytest
 
+IS_HERE = importlib.util.find_spec("sglang") is not None
+
 collect_ignore = ["environment"]
-if importlib.util.find_spec("sglang") is None:
+if not IS_HERE:
     collect_ignore_glob = ["*"]
 
 # SGLang reads it when it is imported.
@@ -19,6 +21,9 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Take back what the other tests want of Triton: SGLang's processes run as they do outside of tests."""
+    if not IS_HERE:
+        # This file is loaded with the other tests, too.
+        return
     os.environ.pop("TRITON_INTERPRET", None)
     # It warns of every model that it cannot import, and of the small pools.
     logging.getLogger("sglang").setLevel(logging.ERROR)
