@@ -102,6 +102,21 @@ def test_a_fault_of_its_own_is_raised_in_raise_mode(llama, monkeypatch):
         engine.run_all(scheduler)
 
 
+def test_an_installation_that_fails_leaves_the_engine_as_it_was(llama, monkeypatch):
+    scheduler = build(llama, "off")
+    closed = []
+
+    def fails(scheduler, manager, *_, **__):
+        monkeypatch.setattr(manager, "close", lambda: closed.append(manager))
+        raise ValueError("no transfers today")
+
+    monkeypatch.setattr(session.transfer, "watch", fails)
+    with engine.overriding(KV_CANARY_MODE="log"), pytest.raises(ValueError, match="no transfers today"):
+        session.install(scheduler)
+    assert len(closed) == 1
+    assert not {"free", "clear"} & set(vars(scheduler.token_to_kv_pool_allocator))
+
+
 def test_identities_come_from_the_cache_key(llama):
     scheduler = build(llama, "raise", {"KV_CANARY_SWEEP_EVERY": "1"})
     prompt = tokens(50)

@@ -147,19 +147,24 @@ class Session:
             self._patches.undo_all()
             raise
         self._speculation: speculative.Speculation | None = None
-        if not scheduler.spec_algorithm.is_none():
-            self._speculation = speculative.Speculation(
-                scheduler.draft_worker, patches=self._patches, step=self._one_step, forward=self.forward
+        try:
+            if not scheduler.spec_algorithm.is_none():
+                self._speculation = speculative.Speculation(
+                    scheduler.draft_worker, patches=self._patches, step=self._one_step, forward=self.forward
+                )
+            transfer.watch(
+                scheduler,
+                self.manager,
+                [(runner.token_to_kv_pool, mine) for runner, mine in self._groups.items()],
+                patches=self._patches,
+                owner_of=self.owners.owner,
+                retire_freed=self._retire_freed,
+                guarded=self._guarded,
             )
-        transfer.watch(
-            scheduler,
-            self.manager,
-            [(runner.token_to_kv_pool, mine) for runner, mine in self._groups.items()],
-            patches=self._patches,
-            owner_of=self.owners.owner,
-            retire_freed=self._retire_freed,
-            guarded=self._guarded,
-        )
+        except BaseException:
+            self._patches.undo_all()
+            self.manager.close()
+            raise
         logger.info(
             "kv-canary: installed into sglang %s: mode %s, backend %s, groups %s, lifetime tracked: %s",
             hooks.sglang_version(),
