@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,19 @@ def build_scheduler(model: Path, **arguments: Any) -> Any:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    scheduler = start_scheduler(model, **arguments)
+    for sender in (scheduler.ipc_channels.send_to_tokenizer, scheduler.ipc_channels.send_to_detokenizer):
+        sender.socket = None
+    return scheduler
+
+
+def start_scheduler(model: Path | str, **arguments: Any) -> Any:
+    """Return a scheduler as SGLang's own processes start one, its plugins loaded before.
+
+    Args:
+        model: folder of a checkpoint.
+        arguments: of SGLang's `ServerArgs`; they come before `ARGUMENTS`.
+    """
     from sglang.srt.entrypoints.engine import _set_envs_and_config
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
@@ -79,35 +92,47 @@ def build_scheduler(model: Path, **arguments: Any) -> Any:
     ports = PortArgs.init_new(server)
     rank = spawn_world_rank(server, tp_rank=0, pp_rank=0)
     publish(server, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))
-    scheduler = Scheduler(server, ports)
-    for sender in (scheduler.ipc_channels.send_to_tokenizer, scheduler.ipc_channels.send_to_detokenizer):
-        sender.socket = None
-    return scheduler
+    return Scheduler(server, ports)
 
 
 def submit(scheduler: Any, request_id: str, prompt: Sequence[int], *, new_tokens: int) -> Any:
     """Queue a request that decodes greedily, end-of-text or not; return SGLang's `Req`, which fills as steps run."""
+    scheduler.process_input_requests([message(request_id, prompt, new_tokens=new_tokens)])
+    return scheduler.waiting_queue[-1]
+
+
+def message(
+    request_id: str, prompt: Sequence[int], *, new_tokens: int, sampling: Mapping[str, Any] | None = None, **fields: Any
+) -> Any:
+    """Return what SGLang's tokenizer process would send a scheduler for a request that decodes greedily.
+
+    Args:
+        request_id: SGLang's `rid`.
+        prompt: token ids.
+        new_tokens: to generate, end-of-text or not.
+        sampling: further arguments of SGLang's `SamplingParams`.
+        fields: further fields of the message.
+    """
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
-    sampling.normalize(None)
-    request = TokenizedGenerateReqInput(
+    params = SamplingParams(**{"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True, **(sampling or {})})
+    params.normalize(None)
+    return TokenizedGenerateReqInput(
         rid=request_id,
         input_text=None,
         input_ids=array("q", prompt),
         input_embeds=None,
         mm_inputs=None,
         token_type_ids=None,
-        sampling_params=sampling,
+        sampling_params=params,
         return_logprob=False,
         logprob_start_len=-1,
         top_logprobs_num=0,
         token_ids_logprob=None,
         stream=False,
+        **fields,
     )
-    scheduler.process_input_requests([request])
-    return scheduler.waiting_queue[-1]
 
 
 def step(scheduler: Any) -> Any:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import itertools
 import os
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from kv_canary.bench import sglang_engine
+
+from . import ports
 
 # SGLang reads it when it is imported.
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
@@ -23,19 +26,8 @@ CONTEXT = 4096
 
 # What every engine here is told; keyword arguments replace single ones.
 ARGS: dict[str, Any] = {
-    "skip_tokenizer_init": True,
-    "device": "cpu",
-    "dtype": "float32",
-    "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
-    "disable_cuda_graph": True,
-    "max_total_tokens": 2048,
-    "max_running_requests": 8,
-    "chunked_prefill_size": 64,
-    "random_seed": 0,
+    **{name: value for name, value in sglang_engine.ARGUMENTS.items() if name != "disable_overlap_schedule"},
     "log_level": "warning",
-    # Its thread ends the process when a scheduler that no test steps any more looks hung.
-    "watchdog_timeout": 1e9,
 }
 
 _rids = itertools.count(1)
@@ -125,11 +117,8 @@ def build_scheduler(model: str, **args: Any) -> Any:
     """
     import sglang_on_cpu
     from sglang.srt.distributed.parallel_state import cleanup_dist_env_and_memory
-    from sglang.srt.entrypoints.engine import _set_envs_and_config
-    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.runtime_context import SpawnRanks, publish, reset_context, spawn_world_rank
-    from sglang.srt.server_args import PortArgs, ServerArgs
+    from sglang.srt.runtime_context import reset_context
 
     mode = os.environ.get("KV_CANARY_MODE", "off")
     # Plugins are loaded once in a process. The canary hooks itself in then or never, so it always does.
@@ -138,13 +127,7 @@ def build_scheduler(model: str, **args: Any) -> Any:
     sglang_on_cpu.plugin()
     cleanup_dist_env_and_memory()
     reset_context()
-    server_args = ServerArgs(model_path=model, **{**ARGS, "disable_overlap_schedule": True, **args})
-    server_args.resolve_once()
-    _set_envs_and_config(server_args)
-    ports = PortArgs.init_new(server_args)
-    rank = spawn_world_rank(server_args, tp_rank=0, pp_rank=0)
-    publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))
-    scheduler = Scheduler(server_args, ports)
+    scheduler = sglang_engine.start_scheduler(model, **{**ARGS, "nccl_port": ports.claim(), **args})
     # Nobody sends anything to this process: requests come from `submit`.
     scheduler.ingest_requests = lambda *args, **kwargs: []
     return scheduler
@@ -163,26 +146,8 @@ def submit(scheduler: Any, prompt: Sequence[int], new_tokens: int, *, rid: str |
     Raises:
         ValueError: the scheduler refused it.
     """
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    params = SamplingParams(**{"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True, **sampling})
-    params.normalize(None)
     rid = rid or f"request {next(_rids)}"
-    message = TokenizedGenerateReqInput(
-        rid=rid,
-        input_text=None,
-        input_ids=array("q", prompt),
-        input_embeds=None,
-        mm_inputs=None,
-        token_type_ids=None,
-        sampling_params=params,
-        return_logprob=False,
-        logprob_start_len=-1,
-        top_logprobs_num=0,
-        token_ids_logprob=None,
-        stream=False,
-    )
+    message = sglang_engine.message(rid, prompt, new_tokens=new_tokens, sampling=sampling)
     scheduler.process_input_requests([message])
     found = [req for req in scheduler.waiting_queue if req.rid == rid]
     if not found:

@@ -67,10 +67,14 @@ def run_engine(model: str, rounds: Sequence[Round], *, env: Mapping[str, str] | 
     Raises:
         RuntimeError: the Engine did not come through; the text ends with its log.
     """
+    from . import ports
     from .engine import ARGS
 
     clean = {name: text for name, text in os.environ.items() if not name.startswith(("KV_CANARY_", "SGLANG_ON_CPU"))}
-    job = {"args": {"model_path": model, **ARGS, **args}, "rounds": [asdict(r) for r in rounds]}
+    job = {
+        "args": {"model_path": model, **ARGS, "nccl_port": ports.claim(), **args},
+        "rounds": [asdict(r) for r in rounds],
+    }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "job.json").write_text(json.dumps(job))
         with (Path(folder) / "log").open("w") as log:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
-import socket
 import sys
 import time
 import traceback
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import engine, pd_transfer_engine
+from kv_canary.bench import sglang_engine
+
+from . import engine, pd_transfer_engine, ports
 
 HOST = "127.0.0.1"
 
@@ -91,10 +91,9 @@ def play(scenes: dict[str, Scene]) -> dict[str, dict[str, list[Outcome]]]:
     """
     context = multiprocessing.get_context("spawn")
     answers: Any = context.Queue()
-    free = iter(_free_ports(3 * len(scenes)))
-    ports = {name: _Ports(bootstrap=next(free), prefill=next(free), decode=next(free)) for name in scenes}
+    bootstrap_ports = {name: ports.claim() for name in scenes}
     processes = [
-        context.Process(target=_play, args=(role, scenes, ports, answers), daemon=True)
+        context.Process(target=_play, args=(role, scenes, bootstrap_ports, answers), daemon=True)
         for role in ("prefill", "decode")
     ]
     results: dict[str, dict[str, list[Outcome]]] = {name: {} for name in scenes}
@@ -112,15 +111,6 @@ def play(scenes: dict[str, Scene]) -> dict[str, dict[str, list[Outcome]]]:
             process.kill()
             process.join()
     return results
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ports:
-    """Ports of a scene: where the sides find each other, and where each one's ranks do."""
-
-    bootstrap: int
-    prefill: int
-    decode: int
 
 
 @contextmanager
@@ -145,16 +135,7 @@ def _next(answers: Any, processes: Sequence[Any], *, patience: float = 300) -> A
     raise RuntimeError("a role does not answer")
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
-    try:
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
-
-
-def _play(role: str, scenes: dict[str, Scene], ports: dict[str, _Ports], answers: Any) -> None:
+def _play(role: str, scenes: dict[str, Scene], bootstrap_ports: dict[str, int], answers: Any) -> None:
     for name, scene in scenes.items():
         mode = "log" if role in scene.guarded else "off"
         try:
@@ -162,7 +143,7 @@ def _play(role: str, scenes: dict[str, Scene], ports: dict[str, _Ports], answers
             if role == "prefill":
                 variables |= scene.prefill_environ
             with engine.overriding(KV_CANARY_MODE=mode, **variables):
-                answers.put((role, name, _Role(role, scene, ports=ports[name]).play(scene.rounds)))
+                answers.put((role, name, _Role(role, scene, port=bootstrap_ports[name]).play(scene.rounds)))
         except BaseException:
             answers.put((role, name, traceback.format_exc()))
             break
@@ -175,16 +156,14 @@ def _play(role: str, scenes: dict[str, Scene], ports: dict[str, _Ports], answers
 class _Role:
     """One of the two schedulers."""
 
-    def __init__(self, role: str, scene: Scene, *, ports: _Ports) -> None:
+    def __init__(self, role: str, scene: Scene, *, port: int) -> None:
         import torch
 
         torch.set_num_threads(1)
         os.environ.update({"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "100"})
         pd_transfer_engine.stand_in()
-        self._role, self._port = role, ports.bootstrap
-        self._scheduler = self._build(
-            scene.model, {"nccl_port": getattr(ports, role), **scene.both, **getattr(scene, role)}
-        )
+        self._role, self._port = role, port
+        self._scheduler = self._build(scene.model, {**scene.both, **getattr(scene, role)})
         from sglang.srt.managers import scheduler
 
         scheduler.TEST_RETRACT = role == "decode" and scene.retract_every > 0
@@ -229,25 +208,11 @@ class _Role:
         return bool(self._scheduler.disagg_decode_transfer_queue.queue)
 
     def _submit(self, name: str, prompt: list[int], wanted: Round) -> Any:
-        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-        from sglang.srt.sampling.sampling_params import SamplingParams
-
-        params = SamplingParams(temperature=0, max_new_tokens=wanted.new_tokens, ignore_eos=True)
-        params.normalize(None)
         self._rooms += 1
-        message = TokenizedGenerateReqInput(
-            rid=name,
-            input_text=None,
-            input_ids=array("q", prompt),
-            input_embeds=None,
-            mm_inputs=None,
-            token_type_ids=None,
-            sampling_params=params,
-            return_logprob=False,
-            logprob_start_len=-1,
-            top_logprobs_num=0,
-            token_ids_logprob=None,
-            stream=False,
+        message = sglang_engine.message(
+            name,
+            prompt,
+            new_tokens=wanted.new_tokens,
             bootstrap_host=HOST,
             bootstrap_port=self._port,
             bootstrap_room=self._rooms,
