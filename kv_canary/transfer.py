@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from kv_canary import ops
-from kv_canary.constants import ANCHOR, HEAD_OF_CHAIN, RECORD_WORDS, Tag
+from kv_canary.constants import ANCHOR, RECORD_WORDS, Tag
 from kv_canary.errors import must_be
 from kv_canary.hashing import mix
+from kv_canary.host import send
 from kv_canary.pools import KvPool
 from kv_canary.specs.structures import Endpoint, KvSource, ViolationLog, WritePlan
 
@@ -196,6 +197,49 @@ def land(
     return Landing(received=length, cleared=len(slots) - length, uncovered=uncovered)
 
 
+def write_aside(
+    manager: CanaryManager,
+    endpoint: Endpoint,
+    *,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    chain: int = 0,
+    owner: int = 0,
+) -> None:
+    """Record tokens outside of any forward, of the bytes that lie there now: nothing is counted or reported.
+
+    Args:
+        manager: the canary.
+        endpoint: whose records are written.
+        tokens, positions, slots: int64 [n] on the manager's device; nothing is recorded for slot 0.
+        chain: of what comes before the first token, signed.
+        owner: serial number that the records name.
+    """
+    device = manager.device
+    # The plan's one request has row 1 and no prefix.
+    offsets, owners, tails = send(device, [0, len(slots)], [owner], [0, chain])
+    plan = WritePlan.allocate(write_cap=1, device=device)
+    plan.rows.fill_(1)
+    plan.owners.copy_(owners)
+    plan.offsets.copy_(offsets)
+    plan.num_requests.fill_(1)
+    ops.write(
+        write_plan=plan,
+        input_ids=tokens,
+        positions=positions,
+        out_slots=slots,
+        endpoint=endpoint,
+        tails=tails,
+        step=manager.state.step,
+        check_positions=torch.zeros(1, dtype=torch.int32, device=device),
+        track_lifetime=False,
+        violations=ViolationLog.allocate(ring_cap=1, device=device),
+        counters=torch.zeros_like(manager.state.counters),
+        backend=manager.backend,
+    )
+
+
 def _pages(source: KvSource, layer: int, page_size: int) -> torch.Tensor:
     """Return uint8 [pages, bytes of a page], a view of one layer."""
     rows, rest = divmod(page_size, source.page_size)
@@ -215,33 +259,20 @@ def _pages(source: KvSource, layer: int, page_size: int) -> torch.Tensor:
 def _fingerprint_anew(manager: CanaryManager, pool: KvPool, slots: torch.Tensor) -> None:
     """Take the KV words of the records in `slots` from the bytes that lie here.
 
-    `ops.write` is what takes fingerprints, but it stores whole records. So everything is put back but the KV word, and
-    what it reports goes nowhere. Waits for nothing, and no record is seen half done by what follows on the stream.
+    A write is what takes fingerprints, but it stores whole records. So everything is put back but the KV word. Waits
+    for nothing, and no record is seen half done by what follows on the stream.
     """
-    records, device = pool.records, manager.device
+    records = pool.records
     # A bad slot stands for the padding slot, whose record is zero and stays so.
     slots = torch.where((slots > 0) & (slots < len(records)), slots, 0)
     arrived = records[slots]
-    n = len(slots)
-    plan = WritePlan.allocate(write_cap=1, device=device)
-    plan.rows.fill_(1)
-    plan.offsets[1:].fill_(n)
-    plan.seed_slots.fill_(HEAD_OF_CHAIN)
-    plan.num_requests.fill_(1)
-    ops.write(
-        write_plan=plan,
-        input_ids=torch.zeros_like(slots),
+    write_aside(
+        manager,
+        Endpoint(tag=Tag.TAIL_FULL, records=records, k_source=pool.k_source, v_source=pool.v_source),
+        tokens=torch.zeros_like(slots),
         # Which bytes a fingerprint covers goes by the position that the record itself names.
         positions=(arrived[:, 0] >> 32) & 0xFFFFFFFF,
-        out_slots=slots,
-        endpoint=Endpoint(tag=Tag.TAIL_FULL, records=records, k_source=pool.k_source, v_source=pool.v_source),
-        tails=torch.zeros(2, dtype=torch.int64, device=device),
-        step=manager.state.step,
-        check_positions=torch.zeros(1, dtype=torch.int32, device=device),
-        track_lifetime=False,
-        violations=ViolationLog.allocate(ring_cap=1, device=device),
-        counters=torch.zeros_like(manager.state.counters),
-        backend=manager.backend,
+        slots=slots,
     )
     written = (arrived != 0).any(dim=1)
     arrived[:, 2] = torch.where(written, records[slots, 2], 0)

@@ -19,7 +19,8 @@ from kv_canary.bench import pd
 from kv_canary.bench.pd_faults import FAULTS
 from kv_canary.constants import OWNER_MASK
 from kv_canary.difftest.engine.transfer import FULL, LAYERS, PAGE, SWA, WINDOW
-from kv_canary.transfer import Landing, buffers, compare_geometry, geometry_word, land
+from kv_canary.state import anchor_of
+from kv_canary.transfer import Landing, buffers, compare_geometry, geometry_word, land, write_aside
 
 from .engine import BYTES, Engine, full_engine, make_pool
 
@@ -291,6 +292,37 @@ def test_landing_reports_nothing_and_counts_nothing() -> None:
     assert torch.equal(engine.manager.state.counters, counters)
     assert int(engine.manager.state.violations.count) == 0
     assert engine.manager.step == step
+
+
+def test_records_written_aside_are_those_of_a_forward() -> None:
+    engine = full_engine()
+    [group], manager = engine.groups, engine.manager
+    request = engine.add("a", 20)
+    batch = engine.batch((request, 20))
+    batch = dataclasses.replace(batch, requests=[dataclasses.replace(batch.requests[0], identity=77)])
+    engine.run(batch)
+    assert engine.found() == []
+    by_forward, counted = group.pool.records.clone(), manager.state.counters.clone()
+    # What lies there is no reason to report anything.
+    group.pool.records[1:] = torch.randint(1, 1 << 60, group.pool.records[1:].shape)
+    before = group.pool.records.clone()
+    slots = batch.out_slots["full"].clone()
+    slots[3] = 0
+    write_aside(
+        manager,
+        manager.endpoint(group, group.tail_tag, with_bytes=True),
+        tokens=batch.input_ids.long(),
+        positions=batch.positions.long(),
+        slots=slots,
+        chain=anchor_of(77),
+        owner=request.owner,
+    )
+    assert torch.equal(group.pool.records[slots], by_forward[slots])
+    others = torch.ones(len(before), dtype=torch.bool)
+    others[slots] = False
+    assert torch.equal(group.pool.records[others], before[others])
+    assert torch.equal(manager.state.counters, counted)
+    assert engine.found() == []
 
 
 def test_landing_nothing_is_fine() -> None:

@@ -117,6 +117,16 @@ def test_an_installation_that_fails_leaves_the_engine_as_it_was(llama, monkeypat
     assert not {"free", "clear"} & set(vars(scheduler.token_to_kv_pool_allocator))
 
 
+def test_an_allocator_that_cannot_be_followed_is_left_as_it_was(llama, monkeypatch):
+    scheduler = build(llama, "off")
+    allocator = scheduler.token_to_kv_pool_allocator
+    monkeypatch.setattr(allocator, "load_cpu_copy", None)
+    before = dict(vars(allocator))
+    with engine.overriding(KV_CANARY_MODE="log"), pytest.raises(ValueError, match="load_cpu_copy"):
+        session.install(scheduler)
+    assert vars(allocator).keys() == before.keys()
+
+
 def test_identities_come_from_the_cache_key(llama):
     scheduler = build(llama, "raise", {"KV_CANARY_SWEEP_EVERY": "1"})
     prompt = tokens(50)

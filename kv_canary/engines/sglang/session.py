@@ -119,17 +119,17 @@ class Session:
                 token_offset=1,
             )
         groups = [g for mine in self._groups.values() for g in mine]
-        self._lifetime = lifetime.Lifetime(
-            scheduler.token_to_kv_pool_allocator,
-            groups,
-            patches=self._patches,
-            cleared=self._cleared,
-            guarded=self._guarded,
-        )
-        if not self._lifetime.tracks:
-            config = dataclasses.replace(config, track_lifetime=False, quarantine=False)
         table = target.req_to_token_pool.req_to_token
         try:
+            self._lifetime = lifetime.Lifetime(
+                scheduler.token_to_kv_pool_allocator,
+                groups,
+                patches=self._patches,
+                cleared=self._cleared,
+                guarded=self._guarded,
+            )
+            if not self._lifetime.tracks:
+                config = dataclasses.replace(config, track_lifetime=False, quarantine=False)
             self.manager = CanaryManager(
                 groups,
                 limits=CanaryLimits(

@@ -12,17 +12,15 @@ from typing import Any
 
 import torch
 
-from kv_canary import ops
-from kv_canary.constants import HEAD_OF_CHAIN, RETIRED_BIT, WRITER_WORD
+from kv_canary.constants import RETIRED_BIT, WRITER_WORD
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.sglang import batches, transfer_lists
 from kv_canary.engines.sglang.transfer_lists import Attached, Lists
 from kv_canary.host import send
 from kv_canary.manager import CanaryManager
 from kv_canary.pools import BufferGroup
-from kv_canary.specs.structures import ViolationLog, WritePlan
 from kv_canary.state import anchor_of
-from kv_canary.transfer import land
+from kv_canary.transfer import land, write_aside
 
 logger = logging.getLogger("kv_canary")
 
@@ -203,30 +201,15 @@ def write_anew(
         owner: the request's serial number.
         identity: its identity word.
     """
-    device, n = manager.device, len(tokens)
-    given, positions, owners, offsets, seed, tails = send(
-        device, tokens, range(n), [owner], [0, n], [HEAD_OF_CHAIN], [0, anchor_of(identity)]
-    )
-    plan = WritePlan.allocate(write_cap=1, device=device)
-    plan.rows.fill_(1)
-    plan.owners.copy_(owners)
-    plan.offsets.copy_(offsets)
-    plan.prefix_lens.zero_()
-    plan.seed_slots.copy_(seed)
-    plan.num_requests.fill_(1)
+    given, positions = send(manager.device, tokens, range(len(tokens)))
     tags = (group.head_tag, group.tail_tag) if group.pool.head_records is not None else (group.tail_tag,)
     for tag in tags:
-        ops.write(
-            write_plan=plan,
-            input_ids=given,
+        write_aside(
+            manager,
+            manager.endpoint(group, tag, with_bytes=True),
+            tokens=given,
             positions=positions,
-            out_slots=slots,
-            endpoint=manager.endpoint(group, tag, with_bytes=True),
-            tails=tails,
-            step=manager.state.step,
-            check_positions=torch.zeros(1, dtype=torch.int32, device=device),
-            track_lifetime=False,
-            violations=ViolationLog.allocate(ring_cap=1, device=device),
-            counters=torch.zeros_like(manager.state.counters),
-            backend=manager.backend,
+            slots=slots,
+            chain=anchor_of(identity),
+            owner=owner,
         )
