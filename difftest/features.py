@@ -248,7 +248,7 @@ def _source(source: KvSource, num_slots: int) -> Features:
     yield "windows:one" if windows == 1 else "windows:many"
     if windows > 1 and source.bytes_per_token % source.read_bytes:
         yield "windows:ragged"
-    yield "alignment:word" if source.alignment == 8 else "alignment:less"
+    yield "alignment:word" if source.alignment >= 8 else "alignment:less"
     if source.slot_bias:
         yield "layout:bias"
     if source.offset_bytes:

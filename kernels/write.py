@@ -12,14 +12,13 @@ from kv_canary.kernels.hashing import (
     as_u64,
     chain_scale,
     chain_terms,
-    fingerprint,
     identity,
-    source_arguments,
-    source_row,
     writer_word,
 )
 from kv_canary.kernels.launching import max_programs
+from kv_canary.kernels.records import load_record, record_address, records_of
 from kv_canary.kernels.reporting import claim_rows
+from kv_canary.kernels.sources import fingerprint, in_source, source_of
 from kv_canary.specs.structures import Endpoint, ViolationLog, WritePlan
 from kv_canary.specs.write import TILE_TOKENS
 
@@ -63,9 +62,7 @@ def _prepare(
     input_ids_ptr,
     positions_ptr,
     num_tokens,
-    records_ptr,
-    record_stride,
-    num_slots,
+    records,
     tails_ptr,
     num_rows,
     step_ptr,
@@ -92,9 +89,9 @@ def _prepare(
         prefix = tl.load(prefix_lens_ptr + r)
         seed = tl.load(seed_slots_ptr + r)
         tail = tl.load(tails_ptr + row)
-        readable = (prefix > 0) & (seed > 0) & (seed < num_slots)
+        readable = (prefix > 0) & (seed > 0) & (seed < records.num_slots)
         # readable: 0 < seed < num_slots
-        seed_ptr = records_ptr + seed * record_stride
+        seed_ptr = record_address(records, seed)
         ident = tl.load(seed_ptr, mask=readable, other=0)
         chain = tl.load(seed_ptr + 1, mask=readable, other=0)
         kv = tl.load(seed_ptr + 2, mask=readable, other=0)
@@ -148,35 +145,15 @@ def _store(
     out_slots_ptr,
     expected_input_ids_ptr,
     num_tokens,
-    records_ptr,
-    record_stride,
-    num_slots,
+    records,
     tails_ptr,
     num_rows,
     step_ptr,
     check_positions_ptr,
     tile_sums_ptr,
     tile_sums_stride,
-    k_table_ptr,
-    k_num_layers,
-    k_num_rows,
-    k_row_stride,
-    k_page_size,
-    k_bytes_per_token,
-    k_read_bytes,
-    k_num_windows,
-    k_offset_bytes,
-    k_slot_bias,
-    v_table_ptr,
-    v_num_layers,
-    v_num_rows,
-    v_row_stride,
-    v_page_size,
-    v_bytes_per_token,
-    v_read_bytes,
-    v_num_windows,
-    v_offset_bytes,
-    v_slot_bias,
+    k_source,
+    v_source,
     # outputs
     ring_ptr,
     ring_cap,
@@ -185,12 +162,6 @@ def _store(
     # constants
     TAG: tl.constexpr,
     TRACK_LIFETIME: tl.constexpr,
-    HAS_K: tl.constexpr,
-    HAS_V: tl.constexpr,
-    K_LOAD_BYTES: tl.constexpr,
-    K_BLOCK_WORDS: tl.constexpr,
-    V_LOAD_BYTES: tl.constexpr,
-    V_BLOCK_WORDS: tl.constexpr,
     TILE: tl.constexpr,
     TILE_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -226,54 +197,13 @@ def _store(
             sums = carry + tl.cumsum(chain_terms(ident, lane, live, TILE_BITS), axis=0)
             chain = chain_scale(lane + 1, TILE_BITS) * sums
 
-            in_range = (slot >= 0) & (slot < num_slots)
-            if HAS_K:
-                k_row = source_row(slot, k_slot_bias, k_page_size)
-                in_range = in_range & (k_row >= 0) & (k_row < k_num_rows)
-            if HAS_V:
-                v_row = source_row(slot, v_slot_bias, v_page_size)
-                in_range = in_range & (v_row >= 0) & (v_row < v_num_rows)
+            in_range = (slot >= 0) & (slot < records.num_slots) & in_source(k_source, slot) & in_source(v_source, slot)
             stored = live & in_range & (slot != 0)
             where = as_i64(ident >> 32)
-            kv = tl.zeros([BLOCK], dtype=tl.uint64)
-            if HAS_K:
-                kv = kv | fingerprint(
-                    slot,
-                    where,
-                    stored,
-                    k_table_ptr,
-                    k_num_layers,
-                    k_row_stride,
-                    k_page_size,
-                    k_bytes_per_token,
-                    k_read_bytes,
-                    k_num_windows,
-                    k_offset_bytes,
-                    k_slot_bias,
-                    K_LOAD_BYTES,
-                    K_BLOCK_WORDS,
-                )
-            if HAS_V:
-                v_print = fingerprint(
-                    slot,
-                    where,
-                    stored,
-                    v_table_ptr,
-                    v_num_layers,
-                    v_row_stride,
-                    v_page_size,
-                    v_bytes_per_token,
-                    v_read_bytes,
-                    v_num_windows,
-                    v_offset_bytes,
-                    v_slot_bias,
-                    V_LOAD_BYTES,
-                    V_BLOCK_WORDS,
-                )
-                kv = kv | (v_print << 32)
+            kv = fingerprint(k_source, slot, where, stored) | (fingerprint(v_source, slot, where, stored) << 32)
 
             # stored: 0 < slot < num_slots
-            record_ptr = records_ptr + slot * record_stride
+            record_ptr = record_address(records, slot)
             expected_position = prefix + j - begin
             reasons = tl.where(live & (in_range == 0) & (slot != 0), _SLOT_RANGE, 0)
             reasons += tl.where(live & check_positions & (position != expected_position), _WRITE_POSITION, 0)
@@ -282,10 +212,7 @@ def _store(
                 expected_input = tl.load(expected_input_ids_ptr + j, mask=live, other=0)
                 reasons += tl.where(live & (token != expected_input), _WRITE_TOKEN, 0)
             if TRACK_LIFETIME:
-                old_ident = tl.load(record_ptr, mask=stored, other=0)
-                old_chain = tl.load(record_ptr + 1, mask=stored, other=0)
-                old_kv = tl.load(record_ptr + 2, mask=stored, other=0)
-                old_writer = tl.load(record_ptr + 3, mask=stored, other=0)
+                old_ident, old_chain, old_kv, old_writer = load_record(records, slot, stored)
                 in_use = stored & ((old_ident | old_chain | old_kv | old_writer) != 0) & (old_writer >= 0)
                 foreign = (old_writer & _OWNER_MASK) != (owner & _OWNER_MASK)
                 differs = (as_u64(old_ident) != ident) | (as_u64(old_chain) != chain)
@@ -337,11 +264,11 @@ def write(
 ) -> None:
     """Record the new tokens in the slots that the forward wrote them to; see specs/write.py."""
     capacity, num_tokens = write_plan.rows.shape[0], input_ids.shape[0]
-    records = endpoint.records
+    records = records_of(endpoint.records)
     # One program per request and part of its tiles; at least one program, which counts the launch.
     num_requests = max(1, capacity)
     tiles = max(1, triton.cdiv(num_tokens, TILE_TOKENS))
-    grid = (num_requests, min(tiles, max(1, max_programs(records.device) // num_requests)))
+    grid = (num_requests, min(tiles, max(1, max_programs(step.device) // num_requests)))
     plan_arguments = (
         write_plan.rows,
         write_plan.owners,
@@ -358,8 +285,6 @@ def write(
         positions,
         num_tokens,
         records,
-        records.stride(0),
-        records.shape[0],
         tails,
         tails.shape[0],
         step,
@@ -388,29 +313,25 @@ def write(
         expected_input_ids,
         num_tokens,
         records,
-        records.stride(0),
-        records.shape[0],
         tails,
         tails.shape[0],
         step,
         check_positions,
         tile_sums,
         tile_sums.stride(0),
+        source_of(endpoint.k_source),
+        source_of(endpoint.v_source),
         # outputs
-        ring_ptr=violations.ring,
-        ring_cap=violations.ring.shape[0],
-        count_ptr=violations.count,
-        counters_ptr=counters,
+        violations.ring,
+        violations.ring.shape[0],
+        violations.count,
+        counters,
         # constants
         TAG=int(endpoint.tag),
         TRACK_LIFETIME=track_lifetime,
-        HAS_K=endpoint.k_source is not None,
-        HAS_V=endpoint.v_source is not None,
         TILE=TILE_TOKENS,
         TILE_BITS=TILE_TOKENS.bit_length(),
         BLOCK=block,
         # No more threads than lanes: Triton 3.6 fails to compile some blocks that its threads would share.
         num_warps=max(1, min(4, block // 32)),
-        **source_arguments(endpoint.k_source, "k"),
-        **source_arguments(endpoint.v_source, "v"),
     )

@@ -27,7 +27,7 @@ from kv_canary.perturb import PerturbConfig
 from kv_canary.pools import BufferGroup, KvPool
 from kv_canary.ranks import RankGroup, RankReport, RankViolationError
 from kv_canary.reports import CanaryViolationError, Incident, ViolationReport
-from kv_canary.specs.structures import Endpoint, KvSource, VerifyPlan, ViolationLog, WritePlan
+from kv_canary.specs.structures import Endpoint, KvSource, ResolvedSlots, VerifyPlan, ViolationLog, WritePlan
 from kv_canary.sweep import CachedSlots
 
 __version__ = "0.1.0"
@@ -59,6 +59,7 @@ __all__ = [
     "RankReport",
     "RankViolationError",
     "Reason",
+    "ResolvedSlots",
     "SingleForwardManager",
     "Status",
     "Tag",

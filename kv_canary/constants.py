@@ -19,6 +19,7 @@ RECORD_WORDS = 4
 KV_WORD = 2
 WRITER_WORD = 3
 VIOLATION_WORDS = 16
+RESOLVED_WORDS = 4
 
 # The WRITER word of a record: bit 63 retired, then 39 bits of step, then 24 bits of owner.
 OWNER_BITS = 24

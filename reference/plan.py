@@ -29,49 +29,37 @@ def plan(
     entry_offsets: torch.Tensor,
 ) -> None:
     """Turn a batch's rows and lengths into the entries to verify and the segments to write; see specs/plan.py."""
-    num_rows, max_len = req_to_token.shape
     bs = len(rows)
-    row_ok = (rows >= 0) & (rows < num_rows)
-    extend_ok = (extend_lens >= 0) & (extend_lens < 1 << 31)
-    lens_ok = (prefix_lens >= 0) & (prefix_lens <= max_len) & extend_ok
+    row_ok, lens_ok, extend_ok = _in_range(rows, prefix_lens, extend_lens, req_to_token)
     live = row_ok & lens_ok & (rows != 0)
     bits = 0
     bits |= Status.ROW_RANGE if bool((~row_ok).any()) else 0
     bits |= Status.LENGTH_RANGE if bool((~lens_ok).any()) else 0
-
-    prefix = torch.where(live, prefix_lens, 0)
-    extend = torch.where(extend_ok, extend_lens, 0)
-    start = torch.zeros_like(prefix)
-    if window > 0:
-        first_read = prefix + extend - 1 if after_write else prefix
-        start = (first_read - window).clamp(min=0)
-
-    # One candidate entry per cached position of [start, prefix), in request order and then position order.
-    candidates = (prefix - start).clamp(min=0)
-    request = torch.repeat_interleave(torch.arange(bs, device=rows.device), candidates)
-    before = candidates.cumsum(0) - candidates
-    position = start[request] + torch.arange(len(request), device=rows.device) - before[request]
-    if strides is not None and step is not None:
-        n = strides[request].clamp(min=1)
-        # The block's remainder that makes block + step a multiple of n; -step itself may not fit 64 bits.
-        keep = (position // STRIDE_BLOCK) % n == (n - step % n) % n
-        keep |= position == prefix[request] - 1
-        request, position = request[keep], position[keep]
+    request, position, first = cached_entries(
+        rows=rows,
+        prefix_lens=prefix_lens,
+        extend_lens=extend_lens,
+        req_to_token=req_to_token,
+        window=window,
+        after_write=after_write,
+        strides=strides,
+        step=step,
+    )
     requested = len(request)
     num_valid = min(requested, len(verify_plan.slots))
     bits |= Status.OVERFLOW if requested > num_valid else 0
-    request, position = request[:num_valid], position[:num_valid]
+    request, position, first = request[:num_valid], position[:num_valid], first[:num_valid]
 
     slot, lut_bad = _look_up(req_to_token, lut, rows[request], position)
     bits |= Status.LUT_RANGE if bool(lut_bad.any()) else 0
     previous, _ = _look_up(req_to_token, lut, rows[request], (position - 1).clamp(min=0))
-    previous = torch.where(position == start[request], UNCHECKED, previous)
+    previous = torch.where(position == first, UNCHECKED, previous)
     previous = torch.where(position == 0, HEAD_OF_CHAIN, previous)
 
     verify_plan.slots[:num_valid] = slot
     verify_plan.prev_slots[:num_valid] = previous
     verify_plan.positions[:num_valid] = position
-    verify_plan.tokens[:num_valid] = _expected(
+    verify_plan.tokens[:num_valid] = expected_tokens_of(
         expected_tokens, expected_lens, request, rows[request], position, token_offset
     )
     verify_plan.rows[:num_valid] = rows[request].to(torch.int32)
@@ -82,14 +70,57 @@ def plan(
     write_plan.owners[:bs] = rows if owners is None else owners
     # Padding's tokens stand in the flat inputs too, so they count in the offsets.
     write_plan.offsets[0] = 0
-    write_plan.offsets[1 : bs + 1] = extend.cumsum(0)
+    write_plan.offsets[1 : bs + 1] = torch.where(extend_ok, extend_lens, 0).cumsum(0)
     write_plan.prefix_lens[:bs] = prefix_lens
     seed = torch.full_like(rows, HEAD_OF_CHAIN)
-    seeded = live & (prefix > 0)
-    seed[seeded], _ = _look_up(req_to_token, lut, rows[seeded], prefix[seeded] - 1)
+    seeded = live & (prefix_lens > 0)
+    seed[seeded], _ = _look_up(req_to_token, lut, rows[seeded], prefix_lens[seeded] - 1)
     write_plan.seed_slots[:bs] = seed
     write_plan.num_requests[0] = bs
     status[0] = bits
+
+
+def cached_entries(
+    *,
+    rows: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    extend_lens: torch.Tensor,
+    req_to_token: torch.Tensor,
+    window: int,
+    after_write: bool,
+    strides: torch.Tensor | None,
+    step: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return request, position and the request's first position of every entry to verify: by request, then position."""
+    row_ok, lens_ok, _ = _in_range(rows, prefix_lens, extend_lens, req_to_token)
+    prefix = torch.where(row_ok & lens_ok & (rows != 0), prefix_lens, 0)
+    start = torch.zeros_like(prefix)
+    if window > 0:
+        first_read = torch.where(prefix > 0, prefix + extend_lens - 1, 0) if after_write else prefix
+        start = (first_read - window).clamp(min=0)
+
+    # One candidate entry per cached position of [start, prefix).
+    candidates = (prefix - start).clamp(min=0)
+    request = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), candidates)
+    before = candidates.cumsum(0) - candidates
+    position = start[request] + torch.arange(len(request), device=rows.device) - before[request]
+    if strides is not None and step is not None:
+        n = strides[request].clamp(min=1)
+        # The block's remainder that makes block + step a multiple of n; -step itself may not fit 64 bits.
+        keep = (position // STRIDE_BLOCK) % n == (n - step % n) % n
+        keep |= position == prefix[request] - 1
+        request, position = request[keep], position[keep]
+    return request, position, start[request]
+
+
+def _in_range(
+    rows: torch.Tensor, prefix_lens: torch.Tensor, extend_lens: torch.Tensor, req_to_token: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return whether each request's row, its lengths, and what it writes are in range."""
+    num_rows, max_len = req_to_token.shape
+    extend_ok = (extend_lens >= 0) & (extend_lens < 1 << 31)
+    lens_ok = (prefix_lens >= 0) & (prefix_lens <= max_len) & extend_ok
+    return (rows >= 0) & (rows < num_rows), lens_ok, extend_ok
 
 
 def _look_up(
@@ -105,7 +136,7 @@ def _look_up(
     return torch.where(slot < 0, BAD_SLOT, slot), bad
 
 
-def _expected(
+def expected_tokens_of(
     expected_tokens: torch.Tensor | None,
     expected_lens: torch.Tensor | None,
     request: torch.Tensor,
@@ -119,6 +150,6 @@ def _expected(
         return result
     token_rows, token_len = expected_tokens.shape
     index = positions + token_offset
-    known = (index >= 0) & (index < expected_lens[request].clamp(max=token_len)) & (rows < token_rows)
+    known = (index >= 0) & (index < expected_lens[request].clamp(max=token_len)) & (rows > 0) & (rows < token_rows)
     result[known] = expected_tokens[rows[known], index[known]].to(torch.int64)
     return result

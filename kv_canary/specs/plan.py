@@ -12,7 +12,8 @@ from kv_canary.specs.interface import KernelSpec, ScalarSpec, Sizes, StructSpec,
 from kv_canary.specs.structures import VerifyPlan, WritePlan
 
 
-def _check_capacity(arguments: Mapping[str, Any], sizes: Sizes) -> None:
+def check_write_capacity(arguments: Mapping[str, Any], sizes: Sizes) -> None:
+    """Raise ValueError unless every request of the batch has a place in the write plan."""
     if sizes["bs"] > sizes["write_cap"]:
         expected = f"at least as long as rows ({sizes['bs']} requests)"
         raise ValueError(must_be("plan", "write_plan", expected, f"a capacity of {sizes['write_cap']}"))
@@ -71,5 +72,5 @@ SPEC = KernelSpec(
             dtype=torch.int64, shape=("bs+1",), role="scratch", doc="first entry of each request"
         ),
     },
-    checks=(_check_capacity,),
+    checks=(check_write_capacity,),
 )

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from kv_canary.constants import RECORD_WORDS, VIOLATION_WORDS, Tag
+from kv_canary.constants import RECORD_WORDS, RESOLVED_WORDS, VIOLATION_WORDS, Tag
 from kv_canary.errors import must_be
 from kv_canary.specs.interface import TensorSpec, allocate_tensor
 
@@ -40,6 +40,20 @@ class VerifyPlan(_Allocates):
     tokens: torch.Tensor = _tensor(torch.int64, "verify_cap", doc="expected token, or -1: not checked")
     rows: torch.Tensor = _tensor(torch.int32, "verify_cap", doc="row of the request that relies on the entry")
     num_valid: torch.Tensor = _tensor(torch.int32, 1, doc="entries written: min(num_requested, verify_cap)")
+    num_requested: torch.Tensor = _tensor(torch.int64, 1, doc="entries the batch asked for")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ResolvedSlots(_Allocates):
+    """Where the cached positions of a batch were found; allocate with `entry_cap=`. The first `num_valid` entries count.
+
+    What of an entry does not fit 32 bits is held as the largest number that does.
+    """
+
+    entries: torch.Tensor = _tensor(
+        torch.int32, "entry_cap", RESOLVED_WORDS, doc="slot, slot of the position before, position, request"
+    )
+    num_valid: torch.Tensor = _tensor(torch.int32, 1, doc="entries written: min(num_requested, entry_cap)")
     num_requested: torch.Tensor = _tensor(torch.int64, 1, doc="entries the batch asked for")
 
 
@@ -128,11 +142,11 @@ class KvSource:
             raise ValueError(must_be("KvSource", "layers[0]", expected, f"{self.row_bytes}"))
         addresses = [layer.data_ptr() for layer in self.layers]
         object.__setattr__(self, "table", torch.tensor(addresses, dtype=torch.int64, device=first.device))
-        # The widest load, of 1, 2, 4 or 8 bytes, that every fingerprinted word is aligned to.
+        # What every fingerprinted word is aligned to, 16 bytes at most.
         numbers = [*addresses, self.row_stride_bytes, self.offset_bytes, self.bytes_per_token]
         if self.num_windows > 1:
             numbers.append(self.read_bytes)
-        object.__setattr__(self, "alignment", math.gcd(8, *numbers))
+        object.__setattr__(self, "alignment", math.gcd(16, *numbers))
 
     @property
     def device(self) -> torch.device:

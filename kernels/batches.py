@@ -1,0 +1,259 @@
+"""A batch inside kernels: its requests, their tables, and the entries that their cached positions make."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kv_canary.constants import BAD_SLOT, HEAD_OF_CHAIN, STRIDE_BLOCK, UNCHECKED, Status
+
+
+BLOCK_REQUESTS = 256
+
+_BAD_SLOT = tl.constexpr(BAD_SLOT)
+_HEAD_OF_CHAIN = tl.constexpr(HEAD_OF_CHAIN)
+_UNCHECKED = tl.constexpr(UNCHECKED)
+_STRIDE_BLOCK = tl.constexpr(STRIDE_BLOCK)
+_OVERFLOW = tl.constexpr(int(Status.OVERFLOW))
+_ROW_RANGE = tl.constexpr(int(Status.ROW_RANGE))
+_LENGTH_RANGE = tl.constexpr(int(Status.LENGTH_RANGE))
+
+
+class Batch(NamedTuple):
+    """What a kernel is told of the requests of a forward; `search_steps` are those of a search among them."""
+
+    rows: Any
+    prefix_lens: Any
+    extend_lens: Any
+    strides: Any
+    step: Any
+    size: Any
+    search_steps: Any
+
+
+class Tables(NamedTuple):
+    """What a kernel is told of where cached positions lie, and from which one on they are read."""
+
+    req_to_token: Any
+    row_stride: Any
+    num_rows: Any
+    max_len: Any
+    lut: Any
+    lut_len: Any
+    window: Any
+    AFTER_WRITE: Any
+
+
+class Tokens(NamedTuple):
+    """What a kernel is told of the tokens to expect."""
+
+    ptr: Any
+    row_stride: Any
+    num_rows: Any
+    length: Any
+    known_lens: Any
+    offset: Any
+
+
+def batch_of(
+    rows: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    extend_lens: torch.Tensor,
+    strides: torch.Tensor | None,
+    step: torch.Tensor | None,
+) -> Batch:
+    """Return what a kernel is told of the requests of a forward."""
+    size = rows.shape[0]
+    return Batch(rows, prefix_lens, extend_lens, strides, step, size, size.bit_length())
+
+
+def tables_of(req_to_token: torch.Tensor, lut: torch.Tensor | None, window: int, *, after_write: bool = False) -> Tables:
+    """Return what a kernel is told of the tables of a group."""
+    num_rows, max_len = req_to_token.shape
+    lut_len = 0 if lut is None else lut.shape[0]
+    return Tables(
+        req_to_token, req_to_token.stride(0), num_rows, max_len, lut, lut_len, window, tl.constexpr(after_write)
+    )
+
+
+def tokens_of(expected: torch.Tensor | None, known_lens: torch.Tensor | None, offset: int) -> Tokens | None:
+    """Return what a kernel is told of the tokens to expect, if anything."""
+    if expected is None:
+        return None
+    num_rows, length = expected.shape
+    return Tokens(expected, expected.stride(0), num_rows, length, known_lens, offset)
+
+
+@triton.jit
+def look_up(tables, row, position, valid):
+    """The slot of each valid (row, position), both in range, and whether the LUT was asked out of range."""
+    slot = tl.load(tables.req_to_token + row * tables.row_stride + position, mask=valid, other=0).to(tl.int64)
+    # Without a LUT nothing is asked out of range.
+    bad = slot != slot
+    if tables.lut is not None:
+        bad = valid & ((slot < 0) | (slot >= tables.lut_len))
+        # 0 <= slot < lut_len
+        slot = tl.where(bad, _BAD_SLOT, tl.load(tables.lut + slot, mask=valid & (bad == 0), other=0))
+    return tl.where(slot < 0, _BAD_SLOT, slot), bad
+
+
+@triton.jit
+def _first_position(tables, prefix, extend):
+    """The first position of a request that is verified."""
+    first_read = prefix + extend - 1 if tables.AFTER_WRITE else prefix
+    return tl.where(tables.window > 0, tl.maximum(first_read - tables.window, 0), 0)
+
+
+@triton.jit
+def _kept_blocks(start, prefix, stride, step):
+    """For a non-empty strided request: its first kept block, how many it keeps, entries cut off in front and behind
+    by [start, prefix), and whether the last position must be added because its block is not kept."""
+    n = tl.maximum(stride, 1)
+    # Blocks b with b mod n = -step mod n are kept; -step itself may not fit 64 bits.
+    ahead = step % n
+    ahead = tl.where(ahead < 0, ahead + n, ahead)
+    wanted = tl.where(ahead == 0, 0, n - ahead)
+    first_block = start // _STRIDE_BLOCK
+    last_block = (prefix - 1) // _STRIDE_BLOCK
+    skip = wanted - first_block % n
+    skip = tl.where(skip < 0, skip + n, skip)
+    none = skip > last_block - first_block
+    kept_first = first_block + tl.where(none, 0, skip)
+    kept_count = tl.where(none, 0, (last_block - kept_first) // n + 1)
+    kept_last = kept_first + (kept_count - 1) * n
+    front = tl.where((kept_count > 0) & (kept_first == first_block), start % _STRIDE_BLOCK, 0)
+    last_kept = (kept_count > 0) & (kept_last == last_block)
+    back = tl.where(last_kept, (last_block + 1) * _STRIDE_BLOCK - prefix, 0)
+    return kept_first, kept_count, front, back, (last_kept == 0)
+
+
+@triton.jit
+def lay_out(
+    # inputs
+    batch,
+    owners_ptr,
+    tables,
+    capacity,
+    # outputs
+    entry_offsets_ptr,
+    out_rows_ptr,
+    out_owners_ptr,
+    out_offsets_ptr,
+    out_prefix_lens_ptr,
+    out_seed_slots_ptr,
+    num_requests_ptr,
+    num_valid_ptr,
+    num_requested_ptr,
+    status_ptr,
+    # constants
+    BLOCK: tl.constexpr,
+):
+    """One program: how many entries each request has, the write plan, and the status but for LUT_RANGE."""
+    status = tl.zeros([BLOCK], dtype=tl.int32)
+    entries = tl.zeros([1], dtype=tl.int64)
+    tokens = tl.zeros([1], dtype=tl.int64)
+    for first in range(0, batch.size, BLOCK):
+        r = first + tl.arange(0, BLOCK).to(tl.int64)
+        inside = r < batch.size
+        # r < size
+        row = tl.load(batch.rows + r, mask=inside, other=0)
+        prefix_in = tl.load(batch.prefix_lens + r, mask=inside, other=0)
+        extend_in = tl.load(batch.extend_lens + r, mask=inside, other=0)
+        row_ok = (row >= 0) & (row < tables.num_rows)
+        extend_ok = (extend_in >= 0) & (extend_in <= 0x7FFFFFFF)
+        lens_ok = (prefix_in >= 0) & (prefix_in <= tables.max_len) & extend_ok
+        status |= tl.where(inside & (row_ok == 0), _ROW_RANGE, 0) | tl.where(inside & (lens_ok == 0), _LENGTH_RANGE, 0)
+        live = inside & row_ok & lens_ok & (row != 0)
+        prefix = tl.where(live, prefix_in, 0)
+        extend = tl.where(inside & extend_ok, extend_in, 0)
+
+        start = _first_position(tables, prefix, extend)
+        count = tl.maximum(prefix - start, 0)
+        if batch.strides is not None:
+            stride = tl.load(batch.strides + r, mask=inside, other=1)
+            _, kept, front, back, add_last = _kept_blocks(start, prefix, stride, tl.load(batch.step))
+            strided = kept * _STRIDE_BLOCK - front - back + add_last.to(tl.int64)
+            count = tl.where((count > 0) & (stride > 1), strided, count)
+        ends = entries + tl.cumsum(count, axis=0)
+        # entry_offsets and offsets have size + 1 elements
+        tl.store(entry_offsets_ptr + r + 1, ends, mask=inside)
+        tl.store(out_offsets_ptr + r + 1, tokens + tl.cumsum(extend, axis=0), mask=inside)
+        entries += tl.sum(count, axis=0)
+        tokens += tl.sum(extend, axis=0)
+
+        seeded = live & (prefix > 0)
+        # seeded: 0 < row < num_rows, 0 <= prefix - 1 < max_len
+        seed, _ = look_up(tables, row, prefix - 1, seeded)
+        owner = row
+        if owners_ptr is not None:
+            owner = tl.load(owners_ptr + r, mask=inside, other=0)
+        # size <= capacity of the write plan, checked on the host
+        tl.store(out_rows_ptr + r, tl.where(live, row, 0), mask=inside)
+        tl.store(out_owners_ptr + r, owner, mask=inside)
+        tl.store(out_prefix_lens_ptr + r, prefix_in, mask=inside)
+        tl.store(out_seed_slots_ptr + r, tl.where(seeded, seed, _HEAD_OF_CHAIN), mask=inside)
+    requested = tl.sum(entries, axis=0)
+    tl.store(entry_offsets_ptr, 0)
+    tl.store(out_offsets_ptr, 0)
+    tl.store(num_requests_ptr, batch.size)
+    tl.store(num_requested_ptr, requested)
+    tl.store(num_valid_ptr, tl.minimum(requested, capacity).to(tl.int32))
+    bits = tl.where(requested > capacity, _OVERFLOW, 0)
+    bits |= tl.max(status & _ROW_RANGE, axis=0) | tl.max(status & _LENGTH_RANGE, axis=0)
+    tl.store(status_ptr, bits)
+
+
+@triton.jit
+def find_entries(batch, tables, tokens, entry_offsets_ptr, entry, valid):
+    """Request, row, slot, previous slot, position and expected token of valid entries, and where the LUT was too short.
+
+    All int64, in the shape of `entry`; entry_offsets is what `lay_out` left.
+    """
+    # The request whose entries hold this one: the last r with entry_offsets[r] <= entry.
+    r = tl.zeros(entry.shape, dtype=tl.int64)
+    high = tl.zeros(entry.shape, dtype=tl.int64) + batch.size
+    for _ in range(batch.search_steps):
+        middle = (r + high) // 2
+        # r < high keeps 0 <= middle < size
+        below = tl.load(entry_offsets_ptr + middle, mask=valid, other=0) <= entry
+        narrow = high - r > 1
+        r = tl.where(narrow & below, middle, r)
+        high = tl.where(narrow & (below == 0), middle, high)
+    # 0 <= r < size; the request is live, so its row and lengths are in range
+    row = tl.load(batch.rows + r, mask=valid, other=0)
+    prefix = tl.load(batch.prefix_lens + r, mask=valid, other=0)
+    extend = tl.load(batch.extend_lens + r, mask=valid, other=0)
+    k = entry - tl.load(entry_offsets_ptr + r, mask=valid, other=0)
+    start = _first_position(tables, prefix, extend)
+    position = start + k
+    if batch.strides is not None:
+        stride = tl.load(batch.strides + r, mask=valid, other=1)
+        kept_first, kept, front, back, _ = _kept_blocks(start, prefix, stride, tl.load(batch.step))
+        nth = k + front
+        in_blocks = (kept_first + nth // _STRIDE_BLOCK * stride) * _STRIDE_BLOCK + nth % _STRIDE_BLOCK
+        strided = tl.where(nth < kept * _STRIDE_BLOCK - back, in_blocks, prefix - 1)
+        position = tl.where(stride > 1, strided, position)
+
+    # valid: 0 <= start <= position < prefix <= max_len
+    slot, lut_bad = look_up(tables, row, position, valid)
+    has_previous = valid & (position > start)
+    previous, _ = look_up(tables, row, position - 1, has_previous)
+    previous = tl.where(position == start, _UNCHECKED, previous)
+    previous = tl.where(position == 0, _HEAD_OF_CHAIN, previous)
+    return r, row, slot, previous, position, expected_token(tokens, r, row, position, valid), lut_bad
+
+
+@triton.jit
+def expected_token(tokens, r, row, position, valid):
+    """The token that each valid entry should hold, or -1; r and row may be anything."""
+    token = tl.full(position.shape, -1, tl.int64)
+    if tokens is not None:
+        index = position + tokens.offset
+        length = tl.minimum(tl.load(tokens.known_lens + r, mask=valid, other=0), tokens.length)
+        # 0 <= index < length of a row, 0 < row < rows
+        known = valid & (index >= 0) & (index < length) & (row > 0) & (row < tokens.num_rows)
+        token = tl.load(tokens.ptr + row * tokens.row_stride + index, mask=known, other=-1).to(tl.int64)
+    return token

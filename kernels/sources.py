@@ -1,0 +1,129 @@
+"""K and V sources inside kernels: where a slot's bytes are, and their fingerprint."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kv_canary.kernels.hashing import as_u64, mix
+from kv_canary.specs.structures import KvSource
+
+# Widest tile of words that one step of a fingerprint takes.
+MAX_BLOCK_WORDS = 32
+
+
+class Source(NamedTuple):
+    """What a kernel is told of a `KvSource`.
+
+    Fields: the table of layer addresses, and the geometry as `KvSource` names it, `num_tokens` being those of a layer.
+    Constants: the alignment of covered words, words of a step, whether all windows are whole steps, and exactly one.
+    """
+
+    table: Any
+    num_layers: Any
+    num_tokens: Any
+    row_stride: Any
+    page_size: Any
+    bytes_per_token: Any
+    read_bytes: Any
+    num_windows: Any
+    offset_bytes: Any
+    slot_bias: Any
+    ALIGNMENT: Any
+    BLOCK_WORDS: Any
+    WHOLE_STEPS: Any
+    ONE_STEP: Any
+
+
+def source_of(source: KvSource | None) -> Source | None:
+    """Return what a kernel is told of `source`."""
+    if source is None:
+        return None
+    covered = min(source.read_bytes, source.bytes_per_token)
+    block_words = min(MAX_BLOCK_WORDS, triton.next_power_of_2(-(-covered // 8)))
+    whole_steps = covered % (8 * block_words) == 0 and source.bytes_per_token % covered == 0
+    return Source(
+        table=source.table,
+        num_layers=len(source.layers),
+        num_tokens=source.num_rows * source.page_size,
+        row_stride=source.row_stride_bytes,
+        page_size=source.page_size,
+        bytes_per_token=source.bytes_per_token,
+        read_bytes=source.read_bytes,
+        num_windows=source.num_windows,
+        offset_bytes=source.offset_bytes,
+        slot_bias=source.slot_bias,
+        ALIGNMENT=tl.constexpr(source.alignment),
+        BLOCK_WORDS=tl.constexpr(block_words),
+        WHOLE_STEPS=tl.constexpr(whole_steps),
+        ONE_STEP=tl.constexpr(whole_steps and covered == 8 * block_words),
+    )
+
+
+@triton.jit
+def in_source(source, slot):
+    """Whether each slot lies inside the source; everything lies inside none."""
+    inside = slot == slot
+    if source is not None:
+        token = slot - source.slot_bias
+        inside = (token >= 0) & (token < source.num_tokens)
+    return inside
+
+
+@triton.jit
+def fingerprint(source, slot, position, valid):
+    """The 32-bit fingerprint, uint64, of each valid lane's K or V bytes, as covered at its position; 0 without a source.
+
+    slot must lie inside the source where `valid`; position is in [0, 2**32).
+    """
+    total = tl.zeros(slot.shape, dtype=tl.uint64)
+    if source is not None:
+        # Lanes that are not valid compute addresses from anything; every load below is masked by `valid`. Positions
+        # and a pool's tokens fit 32 bits, in which a division takes a fraction of the time.
+        where, token = position.to(tl.uint32), (slot - source.slot_bias).to(tl.uint32)
+        layers, page = tl.cast(source.num_layers, tl.uint32), tl.cast(source.page_size, tl.uint32)
+        window = (where // layers) % tl.cast(source.num_windows, tl.uint32)
+        window_start = window.to(tl.int64) * source.read_bytes
+        window_bytes = tl.minimum(source.read_bytes, source.bytes_per_token - window_start)
+        # where % layers < layers: the table holds one address per layer.
+        address = tl.load(source.table + (where % layers).to(tl.int64), mask=valid, other=0)
+        address += (token // page).to(tl.int64) * source.row_stride + source.offset_bytes
+        address += (token % page).to(tl.int64) * source.bytes_per_token + window_start
+        if source.ONE_STEP:
+            total = _step(source, address, window_bytes, 0, valid)
+        else:
+            num_words = (tl.minimum(source.read_bytes, source.bytes_per_token) + 7) // 8
+            for first in range(0, num_words, source.BLOCK_WORDS):
+                total += _step(source, address, window_bytes, first, valid)
+    return tl.where(valid, (total ^ (total >> 32)) & 0xFFFFFFFF, 0)
+
+
+@triton.jit
+def _step(source, address, window_bytes, first, valid):
+    """The sum over words [first, first + BLOCK_WORDS) of each lane's window."""
+    j = first + tl.arange(0, source.BLOCK_WORDS).to(tl.int64)
+    keep = valid[:, None] & (j[None, :] >= 0)
+    if source.WHOLE_STEPS == 0:
+        # The window's end keeps loads inside the token; the alignment divides it.
+        keep = keep & (j[None, :] * 8 < window_bytes[:, None])
+    if source.ALIGNMENT >= 8:
+        pointer = address.to(tl.pointer_type(tl.uint64))[:, None] + j[None, :]
+        if source.ALIGNMENT == 16:
+            pointer = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), 16)[:, None] + j[None, :]
+        word = tl.load(pointer, mask=keep, other=0)
+    else:
+        word = tl.zeros(keep.shape, dtype=tl.uint64)
+        for part in tl.static_range(8 // source.ALIGNMENT):
+            at = j[None, :] * 8 + part * source.ALIGNMENT
+            inside = keep & (at < window_bytes[:, None])
+            pointer = address[:, None] + at
+            if source.ALIGNMENT == 4:
+                piece = tl.load(pointer.to(tl.pointer_type(tl.uint32)), mask=inside, other=0).to(tl.uint64)
+            elif source.ALIGNMENT == 2:
+                piece = tl.load(pointer.to(tl.pointer_type(tl.uint16)), mask=inside, other=0).to(tl.uint64)
+            else:
+                piece = tl.load(pointer.to(tl.pointer_type(tl.uint8)), mask=inside, other=0).to(tl.uint64)
+            word = word | (piece << (8 * source.ALIGNMENT * part))
+    return tl.sum(tl.where(keep, mix(word ^ mix(as_u64(j))[None, :]), 0), axis=1)

@@ -1,0 +1,169 @@
+"""verify_prefixes: the Triton kernels. One program lays out the requests, then many find and check the entries."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kv_canary.constants import RESOLVED_WORDS, Status
+from kv_canary.kernels.batches import BLOCK_REQUESTS, batch_of, find_entries, lay_out, tables_of, tokens_of
+from kv_canary.kernels.checking import BLOCK_ENTRIES, check_entries
+from kv_canary.kernels.launching import persistent_grid
+from kv_canary.kernels.records import records_of
+from kv_canary.kernels.sources import source_of
+from kv_canary.specs.structures import Endpoint, ResolvedSlots, ViolationLog, WritePlan
+
+_LUT_RANGE = tl.constexpr(int(Status.LUT_RANGE))
+_WORDS = tl.constexpr(RESOLVED_WORDS)
+_INT32_MAX = tl.constexpr((1 << 31) - 1)
+
+
+@triton.jit
+def _verify_prefixes(
+    # inputs
+    batch,
+    tables,
+    tokens,
+    entry_offsets_ptr,
+    num_valid_ptr,
+    records,
+    k_source,
+    v_source,
+    anchors_ptr,
+    num_anchors,
+    step_ptr,
+    # outputs
+    entries_ptr,
+    status_ptr,
+    ring_ptr,
+    ring_cap,
+    count_ptr,
+    counters_ptr,
+    # constants
+    TAG: tl.constexpr,
+    TRACK_LIFETIME: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n = tl.load(num_valid_ptr).to(tl.int64)
+    step = tl.load(step_ptr)
+    pid = tl.program_id(0).to(tl.int64)
+    if pid == 0:
+        tl.atomic_add(counters_ptr + TAG * 2, 1)
+        tl.atomic_add(counters_ptr + TAG * 2 + 1, n)
+    for first in range(pid * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        live = entry < n
+        r, row, slot, previous, position, token, lut_bad = find_entries(
+            batch, tables, tokens, entry_offsets_ptr, entry, live
+        )
+        if tables.lut is not None:
+            if tl.sum(lut_bad.to(tl.int32), axis=0) > 0:
+                tl.atomic_or(status_ptr, _LUT_RANGE)
+        # entry < n <= capacity of the resolved slots
+        out_ptr = entries_ptr + entry * _WORDS
+        tl.store(out_ptr, tl.minimum(slot, _INT32_MAX).to(tl.int32), mask=live)
+        tl.store(out_ptr + 1, tl.minimum(previous, _INT32_MAX).to(tl.int32), mask=live)
+        tl.store(out_ptr + 2, tl.minimum(position, _INT32_MAX).to(tl.int32), mask=live)
+        tl.store(out_ptr + 3, r.to(tl.int32), mask=live)
+        check_entries(
+            slot,
+            previous,
+            position,
+            token,
+            # As a plan holds it.
+            row.to(tl.int32).to(tl.int64),
+            live,
+            # inputs
+            records,
+            k_source,
+            v_source,
+            anchors_ptr,
+            num_anchors,
+            step,
+            # outputs
+            ring_ptr,
+            ring_cap,
+            count_ptr,
+            # constants
+            TAG,
+            TRACK_LIFETIME,
+            BLOCK,
+        )
+
+
+def verify_prefixes(
+    *,
+    rows: torch.Tensor,
+    owners: torch.Tensor | None,
+    prefix_lens: torch.Tensor,
+    extend_lens: torch.Tensor,
+    req_to_token: torch.Tensor,
+    window: int,
+    lut: torch.Tensor | None,
+    expected_tokens: torch.Tensor | None,
+    expected_lens: torch.Tensor | None,
+    token_offset: int,
+    strides: torch.Tensor | None,
+    step: torch.Tensor,
+    endpoint: Endpoint,
+    anchors: torch.Tensor | None,
+    track_lifetime: bool,
+    resolved: ResolvedSlots,
+    write_plan: WritePlan,
+    status: torch.Tensor,
+    violations: ViolationLog,
+    counters: torch.Tensor,
+    entry_offsets: torch.Tensor,
+) -> None:
+    """Check every cached position of a batch, straight from the tables; see specs/verify_prefixes.py."""
+    capacity = resolved.entries.shape[0]
+    batch = batch_of(rows, prefix_lens, extend_lens, strides, step)
+    tables = tables_of(req_to_token, lut, window)
+    lay_out[(1,)](
+        # inputs
+        batch,
+        owners,
+        tables,
+        capacity,
+        # outputs
+        entry_offsets,
+        write_plan.rows,
+        write_plan.owners,
+        write_plan.offsets,
+        write_plan.prefix_lens,
+        write_plan.seed_slots,
+        write_plan.num_requests,
+        resolved.num_valid,
+        resolved.num_requested,
+        status,
+        # constants
+        BLOCK=BLOCK_REQUESTS,
+    )
+    grid = persistent_grid(triton.cdiv(capacity, BLOCK_ENTRIES), rows.device)
+    _verify_prefixes[grid](
+        # inputs
+        batch,
+        tables,
+        tokens_of(expected_tokens, expected_lens, token_offset),
+        entry_offsets,
+        resolved.num_valid,
+        records_of(endpoint.records),
+        source_of(endpoint.k_source),
+        source_of(endpoint.v_source),
+        anchors,
+        0 if anchors is None else anchors.shape[0],
+        step,
+        # outputs
+        resolved.entries,
+        status,
+        violations.ring,
+        violations.ring.shape[0],
+        violations.count,
+        counters,
+        # constants
+        TAG=int(endpoint.tag),
+        TRACK_LIFETIME=track_lifetime,
+        BLOCK=BLOCK_ENTRIES,
+        num_warps=BLOCK_ENTRIES // 32,
+    )

@@ -1,0 +1,131 @@
+"""verify_resolved: the Triton kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kv_canary.constants import RESOLVED_WORDS
+from kv_canary.kernels.batches import expected_token, tokens_of
+from kv_canary.kernels.checking import BLOCK_ENTRIES, check_entries
+from kv_canary.kernels.launching import persistent_grid
+from kv_canary.kernels.records import records_of
+from kv_canary.kernels.sources import source_of
+from kv_canary.specs.structures import Endpoint, ResolvedSlots, ViolationLog
+
+_WORDS = tl.constexpr(RESOLVED_WORDS)
+
+
+@triton.jit
+def _verify_resolved(
+    # inputs
+    rows_ptr,
+    bs,
+    tokens,
+    entries_ptr,
+    num_valid_ptr,
+    capacity,
+    records,
+    k_source,
+    v_source,
+    anchors_ptr,
+    num_anchors,
+    step_ptr,
+    # outputs
+    ring_ptr,
+    ring_cap,
+    count_ptr,
+    counters_ptr,
+    # constants
+    TAG: tl.constexpr,
+    TRACK_LIFETIME: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n = tl.minimum(tl.maximum(tl.load(num_valid_ptr), 0).to(tl.int64), capacity)
+    step = tl.load(step_ptr)
+    pid = tl.program_id(0).to(tl.int64)
+    if pid == 0:
+        tl.atomic_add(counters_ptr + TAG * 2, 1)
+        tl.atomic_add(counters_ptr + TAG * 2 + 1, n)
+    for first in range(pid * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        live = entry < n
+        # entry < n <= capacity
+        words = tl.load(
+            entries_ptr + entry[:, None] * _WORDS + tl.arange(0, _WORDS)[None, :], mask=live[:, None], other=0
+        )
+        even, odd = tl.split(tl.reshape(words.to(tl.int64), [BLOCK, _WORDS // 2, 2]))
+        slot, position = tl.split(even)
+        previous, r = tl.split(odd)
+        known = live & (r >= 0) & (r < bs)
+        # known: 0 <= r < bs
+        row = tl.load(rows_ptr + r, mask=known, other=0)
+        check_entries(
+            slot,
+            previous,
+            position,
+            expected_token(tokens, r, row, position, known),
+            # As a plan holds it.
+            row.to(tl.int32).to(tl.int64),
+            live,
+            # inputs
+            records,
+            k_source,
+            v_source,
+            anchors_ptr,
+            num_anchors,
+            step,
+            # outputs
+            ring_ptr,
+            ring_cap,
+            count_ptr,
+            # constants
+            TAG,
+            TRACK_LIFETIME,
+            BLOCK,
+        )
+
+
+def verify_resolved(
+    *,
+    rows: torch.Tensor,
+    expected_tokens: torch.Tensor | None,
+    expected_lens: torch.Tensor | None,
+    token_offset: int,
+    resolved: ResolvedSlots,
+    endpoint: Endpoint,
+    anchors: torch.Tensor | None,
+    step: torch.Tensor,
+    track_lifetime: bool,
+    violations: ViolationLog,
+    counters: torch.Tensor,
+) -> None:
+    """Check again the slots that a forward's prefixes were found in; see specs/verify_resolved.py."""
+    capacity = resolved.entries.shape[0]
+    grid = persistent_grid(triton.cdiv(capacity, BLOCK_ENTRIES), rows.device)
+    _verify_resolved[grid](
+        # inputs
+        rows,
+        rows.shape[0],
+        tokens_of(expected_tokens, expected_lens, token_offset),
+        resolved.entries,
+        resolved.num_valid,
+        capacity,
+        records_of(endpoint.records),
+        source_of(endpoint.k_source),
+        source_of(endpoint.v_source),
+        anchors,
+        0 if anchors is None else anchors.shape[0],
+        step,
+        # outputs
+        violations.ring,
+        violations.ring.shape[0],
+        violations.count,
+        counters,
+        # constants
+        TAG=int(endpoint.tag),
+        TRACK_LIFETIME=track_lifetime,
+        BLOCK=BLOCK_ENTRIES,
+        num_warps=BLOCK_ENTRIES // 32,
+    )
