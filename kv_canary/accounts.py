@@ -70,7 +70,7 @@ class StepRecord:
     Args:
         number: its number.
         requests: by row.
-        statuses: status words of its plans, with the names of their groups.
+        statuses: numbers of the status words of its plans, with the names of their groups.
         launches: how many its forwards make, by tag.
         relied_on: cached positions that its forwards are about to read.
         broken: whether one of them was given up, so that its launches are not known.
@@ -81,7 +81,7 @@ class StepRecord:
 
     number: int
     requests: dict[int, ForwardRequest] = field(default_factory=dict)
-    statuses: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    statuses: dict[int, str] = field(default_factory=dict)
     launches: Counter[int] = field(default_factory=Counter)
     relied_on: int = 0
     broken: bool = False

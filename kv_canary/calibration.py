@@ -8,7 +8,7 @@ import torch
 
 from kv_canary import ops
 from kv_canary.budget import StepCost
-from kv_canary.specs.structures import VerifyPlan, ViolationLog, WritePlan
+from kv_canary.specs.structures import ResolvedSlots, ViolationLog, WritePlan
 
 if TYPE_CHECKING:
     from kv_canary.manager import CanaryManager
@@ -34,42 +34,40 @@ def _replay_seconds(manager: CanaryManager, entries: int) -> float:
     device = manager.device
     one, nothing = (torch.full((1,), value, dtype=torch.int64, device=device) for value in (1, 0))
     prefix, step = torch.full((1,), entries, dtype=torch.int64, device=device), torch.zeros_like(one)
-    no_token, status = (
-        torch.zeros(0, dtype=torch.int64, device=device),
-        torch.zeros(1, dtype=torch.int32, device=device),
-    )
+    no_token, offsets = (torch.zeros(n, dtype=torch.int64, device=device) for n in (0, 2))
+    status = torch.zeros(1, dtype=torch.int32, device=device)
     log = ViolationLog.allocate(ring_cap=1, device=device)
     counters, tails = torch.zeros_like(manager.state.counters), torch.zeros_like(manager.state.anchors)
-    plans = []
+    work = []
     for group in manager.groups:
         table = torch.randint(0, group.pool.num_slots, (2, entries), dtype=torch.int32, device=device)
-        verify_plan, write_plan = (
-            VerifyPlan.allocate(verify_cap=entries, device=device),
-            WritePlan.allocate(write_cap=1, device=device),
-        )
-        plans.append((group, table, verify_plan, write_plan))
+        resolved = ResolvedSlots.allocate(entry_cap=entries, device=device)
+        work.append((group, table, resolved, WritePlan.allocate(write_cap=1, device=device)))
 
     def run() -> None:
-        for group, table, verify_plan, write_plan in plans:
-            ops.plan(
+        for group, table, resolved, write_plan in work:
+            bytes_at_tail = manager.config.verify_bytes_at_tail
+            found = {"violations": log, "counters": counters, "backend": manager.backend}
+            ops.verify_prefixes(
                 rows=one,
                 prefix_lens=prefix,
                 extend_lens=nothing,
                 req_to_token=table,
-                verify_plan=verify_plan,
+                step=step,
+                endpoint=manager.endpoint(group, group.head_tag, with_bytes=True),
+                resolved=resolved,
                 write_plan=write_plan,
                 status=status,
-                backend=manager.backend,
+                entry_offsets=offsets,
+                **found,
             )
-            for tag, with_bytes in ((group.head_tag, True), (group.tail_tag, manager.config.verify_bytes_at_tail)):
-                ops.verify(
-                    verify_plan=verify_plan,
-                    endpoint=manager.endpoint(group, tag, with_bytes=with_bytes),
-                    step=step,
-                    violations=log,
-                    counters=counters,
-                    backend=manager.backend,
-                )
+            ops.verify_resolved(
+                rows=one,
+                resolved=resolved,
+                endpoint=manager.endpoint(group, group.tail_tag, with_bytes=bytes_at_tail),
+                step=step,
+                **found,
+            )
             ops.write(
                 write_plan=write_plan,
                 input_ids=no_token,
@@ -79,9 +77,7 @@ def _replay_seconds(manager: CanaryManager, entries: int) -> float:
                 tails=tails,
                 step=step,
                 check_positions=status,
-                violations=log,
-                counters=counters,
-                backend=manager.backend,
+                **found,
             )
 
     stream = torch.cuda.Stream(device)

@@ -40,6 +40,8 @@ class CanaryConfig:
         overhead_target: share of a step's time that the canary may take where it chooses the stride.
         max_stride: the longest stride that it chooses: how late, in steps, corruption may be seen.
         verify_capacity: entries that one forward can verify in a group; None: as many as the engine's limits allow.
+        own_graphs: on a GPU, with Triton, HEAD and TAIL outside of an engine's graphs are replayed from graphs of the
+            canary's own once their like has come up before, which takes the host less time.
         track_lifetime: report reads of freed slots (FREED) and writes to another owner's (OVERWRITE). Off where an
             engine's frees cannot be hooked.
         quarantine: a sweep also checks that freed slots stay unchanged until they are reused. For engines that tell the
@@ -71,6 +73,7 @@ class CanaryConfig:
     overhead_target: float = 0.01
     max_stride: int = 32
     verify_capacity: int | None = None
+    own_graphs: bool = True
     track_lifetime: bool = True
     quarantine: bool = False
     check_tokens: bool | None = None

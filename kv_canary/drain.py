@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from kv_canary.constants import Tag
-from kv_canary.state import CanaryDeviceState
-
-_COUNTERS = 2 * len(Tag)
+from kv_canary.state import FIRST_STATUS, NUM_COUNTERS, VIOLATION_COUNT, CanaryDeviceState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +38,11 @@ class Findings:
     steps: list[StepWords] = field(default_factory=list)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Pending:
     step: int
-    host: torch.Tensor
-    event: torch.cuda.Event | None
+    sheet: _Sheet
+    statuses: dict[int, str]
     launches: dict[int, int] | None
 
 
@@ -56,55 +54,42 @@ class Drain:
 
     Args:
         state: what to drain.
-        groups: names of the groups whose plans have status words.
     """
 
-    def __init__(self, state: CanaryDeviceState, *, groups: Sequence[str]) -> None:
+    def __init__(self, state: CanaryDeviceState) -> None:
         self._state = state
-        self._places = {name: 1 + _COUNTERS + i for i, name in enumerate(groups)}
-        self._words = 1 + _COUNTERS + len(groups)
-        # Two: the copy of one is under way while the next step fills the other.
-        self._outboxes = [torch.zeros(self._words, dtype=torch.int64, device=state.device) for _ in range(2)]
-        self._sent: list[torch.cuda.Event | None] = [None, None]
         self._side = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None
-        self._next = 0
-        self._spare: list[torch.Tensor] = []
+        # Two: the copy of one is under way while the next step fills the other.
+        self._outboxes = [_Outbox(state.words) for _ in range(2)]
+        self._spare: list[_Sheet] = []
         self._pending: deque[_Pending] = deque()
         self.counters: list[list[int]] = [[0, 0] for _ in Tag]
 
-    def push(self, step: int, statuses: Sequence[tuple[str, torch.Tensor]], *, launches: dict[int, int] | None) -> None:
+    def push(self, step: int, statuses: Mapping[int, str], *, launches: dict[int, int] | None) -> None:
         """Copy the step's words to the host, behind everything the step has launched.
 
         Args:
             step: its number.
-            statuses: status words, with the names of their groups.
+            statuses: numbers of its status words, with the names of their groups.
             launches: see `StepWords`.
         """
-        outbox, sent = self._outboxes[self._next], self._sent[self._next]
-        if sent is not None:
-            # Its last copy, two steps ago, is over by now; this makes it certain.
-            torch.cuda.current_stream(self._state.device).wait_event(sent)
-        counters = self._state.counters
-        outbox[:1].copy_(self._state.violations.count)
-        outbox[1 : 1 + _COUNTERS].copy_(counters.view(-1))
-        outbox[1 + _COUNTERS :].zero_()
-        for name, status in statuses:
-            outbox[self._places[name] :][:1].bitwise_or_(status)
-        host = (
-            self._spare.pop() if self._spare else torch.zeros(self._words, dtype=torch.int64, pin_memory=outbox.is_cuda)
-        )
-        event = None
+        sheet = self._spare.pop() if self._spare else _Sheet(self._state.words)
         if self._side is None:
-            host.copy_(outbox)
+            sheet.words.copy_(self._state.words)
         else:
-            self._side.wait_stream(torch.cuda.current_stream(self._state.device))
+            outbox = self._outboxes[0]
+            self._outboxes.reverse()
+            forwards = torch.cuda.current_stream(self._state.device)
+            # Its last copy, two steps ago, is over by now; this makes it certain.
+            forwards.wait_event(outbox.sent)
+            outbox.words.copy_(self._state.words)
+            outbox.filled.record(forwards)
+            self._side.wait_event(outbox.filled)
             with torch.cuda.stream(self._side):
-                host.copy_(outbox, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record()
-        self._sent[self._next] = event
-        self._next = 1 - self._next
-        self._pending.append(_Pending(step=step, host=host, event=event, launches=launches))
+                sheet.words.copy_(outbox.words, non_blocking=True)
+                outbox.sent.record()
+                sheet.arrived.record()
+        self._pending.append(_Pending(step=step, sheet=sheet, statuses=dict(statuses), launches=launches))
 
     def poll(self, *, wait: bool = False) -> Findings:
         """Return what the steps found whose copies have arrived; with `wait`, of all steps."""
@@ -112,17 +97,20 @@ class Drain:
         steps: list[StepWords] = []
         while self._pending:
             first = self._pending[0]
-            if first.event is not None:
+            if self._side is not None:
                 if wait:
-                    first.event.synchronize()
-                elif not first.event.query():
+                    first.sheet.arrived.synchronize()
+                elif not first.sheet.arrived.query():
                     break
             self._pending.popleft()
-            words = first.host.tolist()
-            self._spare.append(first.host)
-            found |= words[0] > 0
-            self._set_counters(words[1 : 1 + _COUNTERS])
-            statuses = [(name, words[place]) for name, place in self._places.items() if words[place]]
+            self._spare.append(first.sheet)
+            values = first.sheet.values
+            found |= bool(values[VIOLATION_COUNT] > 0)
+            self._set_counters(values[:NUM_COUNTERS].tolist())
+            bits: dict[str, int] = {}
+            for number, group in first.statuses.items():
+                bits[group] = bits.get(group, 0) | int(first.sheet.statuses[number])
+            statuses = [(group, found_bits) for group, found_bits in bits.items() if found_bits]
             steps.append(StepWords(step=first.step, counters=self.counters, statuses=statuses, launches=first.launches))
         if wait:
             # Also what a forward found that was given up before it could push.
@@ -146,6 +134,26 @@ class Drain:
     def _drop_stale_counts(self) -> None:
         """Forget the counts that were copied before the ring was emptied; their rows have been read."""
         for pending in self._pending:
-            if pending.event is not None:
-                pending.event.synchronize()
-            pending.host[0] = 0
+            if self._side is not None:
+                pending.sheet.arrived.synchronize()
+            pending.sheet.values[VIOLATION_COUNT] = 0
+
+
+class _Outbox:
+    """A copy of the words on the device, with the events behind it and behind the copy of it to the host."""
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self.words = torch.zeros_like(words)
+        if words.is_cuda:
+            self.filled, self.sent = torch.cuda.Event(), torch.cuda.Event()
+
+
+class _Sheet:
+    """Host memory for the words, pinned for a GPU, with the event behind their arrival."""
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self.words = torch.zeros(words.shape, dtype=words.dtype, pin_memory=words.is_cuda)
+        self.values = self.words.numpy()
+        self.statuses = self.values[FIRST_STATUS:].view("int32")
+        if words.is_cuda:
+            self.arrived = torch.cuda.Event()

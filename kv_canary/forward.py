@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -12,17 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from kv_canary import ops
-from kv_canary.capacities import CanaryLaunchCapacities
-from kv_canary.constants import HEAD_OF_CHAIN
 from kv_canary.errors import must_be
-from kv_canary.host import fill, let_go
+from kv_canary.launches import NO_NUMBERS, ForwardInputs, GroupLaunches, Shape, VerifiedEntries, layout_of
 from kv_canary.pools import BufferGroup
-from kv_canary.specs.structures import VerifyPlan, WritePlan
-from kv_canary.specs.write import max_tiles
+from kv_canary.replays import Replays, capture_graph
+from kv_canary.specs.structures import WritePlan
 
 if TYPE_CHECKING:
     from kv_canary.manager import CanaryManager
-    from kv_canary.state import Tails
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,54 +106,6 @@ class Phase(Enum):
     TAIL = "tail"
 
 
-# Rows of a forward's static host inputs.
-_ROWS, _OWNERS, _PREFIX_LENS, _EXTEND_LENS, _KNOWN_LENS, _STRIDES, _THERE_LENS, _FROM_THERE = range(8)
-
-
-class _GroupBuffers:
-    """One group's static inputs and plans within a forward."""
-
-    def __init__(self, group: BufferGroup, *, capacities: CanaryLaunchCapacities, device: torch.device) -> None:
-        self.group = group
-        self.device = device
-        self.capacities = capacities
-        requests, tokens = capacities.requests, capacities.tokens
-        self.out_slots = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self.write_plan = WritePlan.allocate(write_cap=requests, device=device)
-        self.tail_plan: VerifyPlan | None = None
-        self.spare_writes: WritePlan | None = None
-        self.status, self.spare_status = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
-        self.table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-        # Scratch, allocated once: nothing is allocated between HEAD and TAIL.
-        self.entry_offsets = torch.zeros(requests + 1, dtype=torch.int64, device=device)
-        tiles = max_tiles({"num_tokens": tokens})
-        self.tile_sums = torch.zeros(requests, tiles, dtype=torch.int64, device=device)
-        self.verify_plan = VerifyPlan.allocate(verify_cap=min(1024, capacities.entries), device=device)
-        if group.ring:
-            self.plan_twice()
-
-    def reserve(self, entries: int) -> None:
-        """Make room for `entries` verify entries."""
-        _let_go(self.verify_plan)
-        self.verify_plan = VerifyPlan.allocate(verify_cap=entries, device=self.device)
-        if self.tail_plan is not None:
-            _let_go(self.tail_plan)
-            self.tail_plan = VerifyPlan.allocate(verify_cap=entries, device=self.device)
-
-    def plan_twice(self) -> None:
-        """Make room for a plan of TAIL's own: what a ring still holds after the step, what a request only then has.
-
-        It is made at HEAD too: tables are read once a step. One of the two plans' segments are not used.
-        """
-        if self.spare_writes is None:
-            self.tail_plan = VerifyPlan.allocate(verify_cap=self.room, device=self.device)
-            self.spare_writes = WritePlan.allocate(write_cap=self.capacities.requests, device=self.device)
-
-    @property
-    def room(self) -> int:
-        return self.verify_plan.slots.shape[0]
-
-
 class SingleForwardManager:
     """The canary around one model forward: `begin`, `head`, the model, `tail`, `end`, in that order.
 
@@ -180,22 +128,17 @@ class SingleForwardManager:
         self._phase = Phase.IDLE
         self._captured: CapturedForward | None = None
         self._batch: ForwardBatch | None = None
-        device, limits = manager.device, manager.limits
-        n, t = limits.max_requests, limits.max_tokens
-        self._numbers = torch.zeros(8, n, dtype=torch.int64, device=device)
-        self._is_pending = torch.zeros(n, dtype=torch.bool, device=device)
-        # Of the tokens: what the model is given, what of that the host knows, and what is expected of it.
-        self._input_ids, self._positions, self._known, self._expected = (
-            torch.zeros(t, dtype=torch.int64, device=device) for _ in range(4)
-        )
-        self._check_positions = torch.ones(1, dtype=torch.int32, device=device)
-        self._status = torch.zeros(1, dtype=torch.int32, device=device)
         self.groups = tuple(groups)
-        self._groups = [_GroupBuffers(g, capacities=manager.capacities(g), device=device) for g in groups]
-        self._requests = self._tokens = 0
-        self._expects_tokens = self._has_pending = False
-        # A captured graph keeps the addresses of the plans.
+        self._inputs = ForwardInputs(manager.limits, manager.device)
+        self._launches = [GroupLaunches(manager, g, self._inputs, inner=inner) for g in groups]
+        self._shape = Shape()
+        self._new_tokens = 0
+        self._tails_status = torch.zeros(1, dtype=torch.int32, device=manager.device)
+        # A captured graph keeps the addresses of the buffers.
         self._sizes_are_final = False
+        own_graphs = manager.config.own_graphs and manager.device.type == "cuda" and manager.backend == "triton"
+        self._replays = Replays(capture_graph if own_graphs else None)
+        self._rounds_up = own_graphs
 
     @contextmanager
     def around(self, batch: ForwardBatch) -> Iterator[None]:
@@ -235,25 +178,23 @@ class SingleForwardManager:
                 raise ValueError(must_be(f"forward {self.name}", argument, f"in [1, {most}]", str(value)))
         self._check_names(tables, tables)
         expects_tokens = self._manager.config.check_inputs if expects_tokens is None else expects_tokens
-        self._requests, self._tokens, self._expects_tokens = requests, tokens, expects_tokens
-        self._has_pending, self._sizes_are_final = False, True
-        self._numbers.zero_()
-        for buffers in self._groups:
-            buffers.table = tables[buffers.group.name]
-            buffers.out_slots.zero_()
-            if buffers.room < buffers.capacities.entries:
-                buffers.reserve(buffers.capacities.entries)
+        self._shape = Shape(requests=requests, tokens=tokens, expects_tokens=expects_tokens)
+        self._new_tokens, self._sizes_are_final = tokens, True
+        self._inputs.post(NO_NUMBERS, requests=requests)
+        for launches in self._launches:
+            launches.table = tables[launches.group.name]
+            launches.out_slots.zero_()
+            launches.finalize()
         self._manager.begin_capture(self)
         captured = CapturedForward(
             requests=requests,
             tokens=tokens,
-            tables={name: _layout(table) for name, table in tables.items()},
+            tables={name: layout_of(table) for name, table in tables.items()},
             expects_tokens=expects_tokens,
         )
         try:
-            self._phase = Phase.BEGUN
-            self.head()
-            self.tail()
+            self._launch_head()
+            self._launch_tail()
             self._phase = Phase.BEGUN
             yield captured
             self._expect(Phase.TAIL, "the end of capturing")
@@ -289,9 +230,12 @@ class SingleForwardManager:
     def _prepare(self, batch: ForwardBatch, captured: CapturedForward | None, *, strides: list[int]) -> None:
         """Copy everything that HEAD and TAIL read from the host."""
         manager, requests = self._manager, batch.requests
-        n, t = len(requests), sum(r.extend_len for r in requests)
-        fill(
-            self._numbers,
+        self._new_tokens = sum(r.extend_len for r in requests)
+        expected = batch.expected_input_ids
+        if expected is None and manager.config.check_inputs:
+            expected = manager.oracle.expected(requests, offset=self.groups[0].token_offset)
+        self._shape = self._shape_of(batch, captured, expects_tokens=expected is not None)
+        columns = (
             [r.row for r in requests],
             [r.owner for r in requests],
             [r.prefix_len for r in requests],
@@ -301,30 +245,36 @@ class SingleForwardManager:
             [r.prefix_len - r.pending for r in requests],
             [r.pending + 1 for r in requests],
         )
-        self._has_pending = any(r.pending for r in requests)
-        if self._has_pending:
-            torch.ne(self._numbers[_PREFIX_LENS], self._numbers[_THERE_LENS], out=self._is_pending)
-        self._check_positions.fill_(int(batch.check_positions))
-        self._requests, self._tokens = (n, t) if captured is None else (captured.requests, captured.tokens)
-        expected = batch.expected_input_ids
-        if expected is None and manager.config.check_inputs:
-            expected = manager.oracle.expected(requests, offset=self.groups[0].token_offset)
-        self._expects_tokens = expected is not None
+        self._inputs.post(columns, requests=self._shape.requests, check_positions=batch.check_positions)
+        if self._shape.has_pending:
+            self._inputs.mark_pending()
         self._copy_inputs(batch.input_ids, batch.positions)
         if expected is not None:
-            _copy(self._known[: self._tokens], expected)
-        for buffers in self._groups:
-            name = buffers.group.name
-            _copy(buffers.out_slots[: self._tokens], batch.out_slots[name])
+            _copy(self._inputs.known, expected)
+        for launches in self._launches:
+            name = launches.group.name
+            _copy(launches.out_slots, batch.out_slots[name])
             if captured is None:
-                buffers.table = batch.tables[name]
-            if self._has_pending:
-                buffers.plan_twice()
-            if not self._sizes_are_final:
-                needed = sum(_read(r, buffers.group) for r in requests)
-                most = manager.config.verify_capacity or max(needed, 2 * buffers.room)
-                if needed > buffers.room < most:
-                    buffers.reserve(min(max(needed, 2 * buffers.room), most))
+                launches.table = batch.tables[name]
+            launches.prepare(
+                needed=sum(_read(r, launches.group) for r in requests),
+                has_pending=self._shape.has_pending,
+                sizes_are_final=self._sizes_are_final,
+            )
+
+    def _shape_of(self, batch: ForwardBatch, captured: CapturedForward | None, *, expects_tokens: bool) -> Shape:
+        """Return the shape of the launches for a batch.
+
+        Where they may be replayed, it is rounded up, so that few graphs serve all batches; what is past the batch is
+        padding.
+        """
+        requests, tokens, limits = len(batch.requests), self._new_tokens, self._manager.limits
+        if captured is not None:
+            requests, tokens = captured.requests, captured.tokens
+        elif self._rounds_up:
+            requests, tokens = _round_up(requests, limits.max_requests), _round_up(tokens, limits.max_tokens)
+        has_pending = any(r.pending for r in batch.requests)
+        return Shape(requests=requests, tokens=tokens, expects_tokens=expects_tokens, has_pending=has_pending)
 
     def head(self, *, input_ids: torch.Tensor | None = None, positions: torch.Tensor | None = None) -> None:
         """Resolve the slots that the model is about to read, and verify their records and bytes.
@@ -334,15 +284,7 @@ class SingleForwardManager:
         """
         self._expect(Phase.BEGUN, "head")
         self._copy_inputs(input_ids, positions)
-        if self._expects_tokens:
-            # What nobody knows is as it should be.
-            torch.where(self._known < 0, self._input_ids, self._known, out=self._expected)
-        for buffers in self._groups:
-            group = buffers.group
-            self._plan_head_and_tail(buffers)
-            self._verify(buffers.verify_plan, group, at_tail=False)
-            if group.pool.head_records is not None:
-                self._write(buffers, at_tail=False)
+        self._replays.run(("head", *self._key()), self._launch_head)
         self._phase = Phase.HEAD
 
     def tail(self, *, input_ids: torch.Tensor | None = None) -> None:
@@ -353,14 +295,28 @@ class SingleForwardManager:
         """
         self._expect(Phase.HEAD, "tail")
         self._copy_inputs(input_ids, None)
-        for buffers in self._groups:
-            self._write(buffers, at_tail=True)
-        for buffers in self._groups:
-            own = buffers.tail_plan if buffers.group.ring or self._has_pending else None
-            self._verify(own or buffers.verify_plan, buffers.group, at_tail=True)
+        self._replays.run(("tail", *self._key()), self._launch_tail)
+        self._phase = Phase.TAIL
+
+    def _launch_head(self) -> None:
+        if self._shape.expects_tokens:
+            self._inputs.complete_expected(self._shape.tokens)
+        for launches in self._launches:
+            launches.head(self._shape)
+
+    def _launch_tail(self) -> None:
+        for launches in self._launches:
+            launches.write(self._shape)
+        for launches in self._launches:
+            launches.tail(self._shape)
         if self.inner:
             self._advance_scratch()
-        self._phase = Phase.TAIL
+
+    def _key(self) -> tuple[Hashable, ...]:
+        """What tells whether HEAD and TAIL would launch the same as before, on the same memory."""
+        tokens = self._manager.state.token_pool
+        where = () if tokens is None else layout_of(tokens)
+        return self._shape, where, *(launches.memory for launches in self._launches)
 
     def end(self) -> None:
         """Hand the step's findings over, to be read one step later. Outside any graph."""
@@ -375,153 +331,69 @@ class SingleForwardManager:
         if not begun:
             return
         try:
-            for buffers in self._groups:
-                self._manager.doubt(buffers.group.pool, buffers.out_slots[: self._tokens])
-                buffers.group.pool.take_back_head(buffers.out_slots[: self._tokens])
+            for launches in self._launches:
+                slots, pool = launches.out_slots[: self._new_tokens], launches.group.pool
+                self._manager.doubt(pool, slots)
+                pool.take_back_head(slots)
         finally:
             self._manager.abort_forward(self)
 
     @property
-    def statuses(self) -> list[tuple[str, torch.Tensor]]:
-        """Status words of the forward's plans, with the names of their groups; the next forward assigns them anew."""
-        return [(b.group.name, b.status) for b in self._groups]
+    def statuses(self) -> list[tuple[str, int, int]]:
+        """Of each group: its name, and the numbers of its status words: of the last plan, and of earlier ones."""
+        return [(x.group.name, x.status, x.earlier_status) for x in self._launches]
 
     @property
     def manager(self) -> CanaryManager:
         """The canary that it belongs to."""
         return self._manager
 
+    def verified(self, group: str, *, first: int = 0, end: int | None = None) -> VerifiedEntries:
+        """Return entries [first, end) of what HEAD verified last in a group; good until its next HEAD.
+
+        Raises:
+            RuntimeError: there was no HEAD yet.
+        """
+        launches = next(x for x in self._launches if x.group.name == group)
+        return launches.verified(first, end)
+
     @property
-    def plans(self) -> dict[str, VerifyPlan]:
-        """What HEAD verified last, by group name: static buffers on the device, which its next HEAD fills anew."""
-        return {b.group.name: b.verify_plan for b in self._groups}
+    def entry_capacities(self) -> dict[str, int]:
+        """Entries that each group has room for now, by name."""
+        return {x.group.name: x.room for x in self._launches}
 
     @property
     def write_plans(self) -> dict[str, WritePlan]:
-        """The segments that HEAD planned last, by group name: static buffers, as those of `plans`."""
-        return {b.group.name: b.write_plan for b in self._groups}
+        """The segments that HEAD planned last, by group name: static buffers, which its next HEAD fills anew."""
+        return {x.group.name: x.write_plan for x in self._launches}
 
     @property
     def launches(self) -> dict[int, int]:
         """Launches of HEAD and TAIL together, by tag."""
         counts: dict[int, int] = {}
-        for buffers in self._groups:
-            group = buffers.group
-            for tag, count in ((group.head_tag, 1), (group.tail_tag, 2)):
+        for launches in self._launches:
+            for tag, count in launches.launches.items():
                 counts[tag] = counts.get(tag, 0) + count
         return counts
 
     def _copy_inputs(self, input_ids: torch.Tensor | None, positions: torch.Tensor | None) -> None:
-        for buffer, tensor in ((self._input_ids, input_ids), (self._positions, positions)):
+        for buffer, tensor in ((self._inputs.input_ids, input_ids), (self._inputs.positions, positions)):
             if tensor is not None:
-                _copy(buffer[: self._tokens], tensor)
-
-    def _tails(self, group: BufferGroup) -> torch.Tensor:
-        tails: Tails = self._manager.state.tails[group.token_offset]
-        return tails.scratch if self.inner else tails.chains
-
-    def _plan_head_and_tail(self, buffers: _GroupBuffers) -> None:
-        head = (buffers.verify_plan, buffers.write_plan, buffers.status)
-        if buffers.tail_plan is None or buffers.spare_writes is None or not (buffers.group.ring or self._has_pending):
-            self._plan(buffers, *head)
-        elif not self._has_pending:
-            self._plan(buffers, *head)
-            self._plan(buffers, buffers.tail_plan, buffers.spare_writes, buffers.spare_status, after_write=True)
-        else:
-            # What is there already; as if all from there on were written, so that windows begin where they do.
-            lens = (_THERE_LENS, _FROM_THERE)
-            self._plan(
-                buffers, buffers.verify_plan, buffers.spare_writes, buffers.spare_status, lens=lens, after_write=True
-            )
-            ring = buffers.group.ring
-            self._plan(buffers, buffers.tail_plan, buffers.write_plan, buffers.status, after_write=ring)
-            # The seed's record is still that of another token.
-            n = self._requests
-            buffers.write_plan.seed_slots[:n].masked_fill_(self._is_pending[:n], HEAD_OF_CHAIN)
-
-    def _plan(
-        self,
-        buffers: _GroupBuffers,
-        verify_plan: VerifyPlan,
-        write_plan: WritePlan,
-        status: torch.Tensor,
-        *,
-        lens: tuple[int, int] = (_PREFIX_LENS, _EXTEND_LENS),
-        after_write: bool = False,
-    ) -> None:
-        manager, n = self._manager, self._requests
-        tokens = manager.state.token_pool
-        ops.plan(
-            rows=self._numbers[_ROWS, :n],
-            owners=self._numbers[_OWNERS, :n],
-            prefix_lens=self._numbers[lens[0], :n],
-            extend_lens=self._numbers[lens[1], :n],
-            req_to_token=buffers.table,
-            window=buffers.group.window,
-            after_write=after_write,
-            lut=buffers.group.lut,
-            expected_tokens=tokens,
-            expected_lens=None if tokens is None else self._numbers[_KNOWN_LENS, :n],
-            token_offset=buffers.group.token_offset,
-            strides=self._numbers[_STRIDES, :n] if manager.budget.may_skip else None,
-            step=manager.state.step if manager.budget.may_skip else None,
-            verify_plan=verify_plan,
-            write_plan=write_plan,
-            status=status,
-            entry_offsets=buffers.entry_offsets[: n + 1],
-            backend=manager.backend,
-        )
-
-    def _write(self, buffers: _GroupBuffers, *, at_tail: bool) -> None:
-        manager, group, t = self._manager, buffers.group, self._tokens
-        tag = group.tail_tag if at_tail else group.head_tag
-        ops.write(
-            write_plan=buffers.write_plan,
-            input_ids=self._input_ids[:t],
-            positions=self._positions[:t],
-            out_slots=buffers.out_slots[:t],
-            endpoint=manager.endpoint(group, tag, with_bytes=True),
-            tails=self._tails(group),
-            step=manager.state.step,
-            check_positions=self._check_positions,
-            expected_input_ids=self._expected[:t] if self._expects_tokens else None,
-            track_lifetime=manager.config.track_lifetime,
-            violations=manager.state.violations,
-            # HEAD's own writes are counted apart: what HEAD verified is what its tag counts.
-            counters=manager.state.counters if at_tail else manager.state.head_writes,
-            tile_sums=buffers.tile_sums,
-            backend=manager.backend,
-        )
-
-    def _verify(self, plan: VerifyPlan, group: BufferGroup, *, at_tail: bool) -> None:
-        manager = self._manager
-        tag = group.tail_tag if at_tail else group.head_tag
-        with_bytes = not at_tail or manager.config.verify_bytes_at_tail or group.pool.head_records is not None
-        ops.verify(
-            verify_plan=plan,
-            endpoint=manager.endpoint(group, tag, with_bytes=with_bytes),
-            anchors=manager.state.anchors,
-            step=manager.state.step,
-            # A request that ends while its last step runs may have its slots freed before TAIL.
-            track_lifetime=manager.config.track_lifetime and not at_tail,
-            violations=manager.state.violations,
-            counters=manager.state.counters,
-            backend=manager.backend,
-        )
+                _copy(buffer[: self._new_tokens], tensor)
 
     def _advance_scratch(self) -> None:
         """Let the tails of the requests go on over what this forward wrote, for the next one inside the step."""
-        manager, n = self._manager, self._requests
-        for offset in {b.group.token_offset for b in self._groups}:
-            buffers = next(b for b in self._groups if b.group.token_offset == offset)
+        manager, inputs, n = self._manager, self._inputs, self._shape.requests
+        by_offset = {x.group.token_offset: x for x in self._launches}
+        for launches in by_offset.values():
             ops.chain_tails(
-                flat=self._input_ids[: self._tokens],
-                offsets=buffers.write_plan.offsets[: n + 1],
-                rows=self._numbers[_ROWS, :n],
-                starts=self._numbers[_PREFIX_LENS, :n],
+                flat=inputs.input_ids[: self._shape.tokens],
+                offsets=launches.write_plan.offsets[: n + 1],
+                rows=inputs.rows[:n],
+                starts=inputs.lengths.prefix[:n],
                 anchors=manager.state.anchors,
-                tails=manager.state.tails[offset].scratch,
-                status=self._status,
+                tails=launches.tails(),
+                status=self._tails_status,
                 backend=manager.backend,
             )
 
@@ -537,7 +409,7 @@ class SingleForwardManager:
         self._check_names(batch.out_slots, batch.tables)
         if captured is not None:
             for name, layout in captured.tables.items():
-                if _layout(batch.tables[name]) != layout:
+                if layout_of(batch.tables[name]) != layout:
                     raise ValueError(must_be(part, f"tables[{name}]", "where it was captured", "another tensor"))
             expects = batch.expected_input_ids is not None or self._manager.config.check_inputs
             if captured.expects_tokens != expects:
@@ -572,7 +444,7 @@ class SingleForwardManager:
                 raise ValueError(must_be(part, f"pending of {r.request_id}", expected, str(r.pending)))
 
     def _check_names(self, out_slots: Mapping[str, object], tables: Mapping[str, object]) -> None:
-        names = {b.group.name for b in self._groups}
+        names = {x.group.name for x in self._launches}
         if set(out_slots) != names or set(tables) != names:
             got = f"{sorted(out_slots)} and {sorted(tables)}"
             expected = f"given for the groups {sorted(names)}"
@@ -591,17 +463,12 @@ def _read(request: ForwardRequest, group: BufferGroup) -> int:
     return min(request.prefix_len, group.window) if group.window else request.prefix_len
 
 
-def _layout(table: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
-    return table.data_ptr(), table.shape, table.stride()
+def _round_up(count: int, most: int) -> int:
+    """Return `count` or more: a power of two from 16 on, or the most that there is."""
+    return min(max(16, 1 << max(count - 1, 0).bit_length()), most)
 
 
 def _copy(buffer: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy `tensor` into the front of `buffer` and zero the rest, without waiting for the device."""
+    """Copy `tensor` into the front of `buffer` as far as it fits, without waiting for the device."""
     n = min(len(tensor), len(buffer))
     buffer[:n].copy_(tensor[:n], non_blocking=True)
-    if n < len(buffer):
-        buffer[n:].zero_()
-
-
-def _let_go(plan: VerifyPlan) -> None:
-    let_go(*(getattr(plan, field.name) for field in dataclasses.fields(plan)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ def send(device: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor, .
     """Return int64 tensors on `device` of these numbers, by one copy that the host does not wait for.
 
     The pinned memory that it is made from is PyTorch's, which hands none on before the copies out of it are over.
+    What is sent at every step goes by a `Mailbox` instead.
     """
     total = sum(map(len, columns))
     host = torch.empty(total, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -24,13 +26,67 @@ def send(device: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor, .
     return parts
 
 
-def fill(buffer: torch.Tensor, *columns: Sequence[int]) -> None:
-    """Put numbers into the first elements of the rows of `buffer` [rows, n], zeros behind them, without waiting."""
-    host = torch.zeros(buffer.shape, dtype=torch.int64, pin_memory=buffer.is_cuda)
-    values = host.numpy()
-    for row, column in zip(values, columns, strict=True):
-        row[: len(column)] = column
-    buffer.copy_(host, non_blocking=True)
+class Mailbox:
+    """Numbers on their way to one buffer on the device, which the next ones overwrite.
+
+    Nothing is allocated once the buffer is long enough, and as many copies were under way as there ever are. All that
+    reads the buffer, and the next `post`, must be on one stream.
+
+    Args:
+        device: where the buffer is.
+        words: that it has room for at once; more make it grow, to another address.
+    """
+
+    def __init__(self, device: torch.device, *, words: int) -> None:
+        self.buffer = torch.zeros(words, dtype=torch.int64, device=device)
+        # Pinned, with the event behind the last copy out of each, oldest first.
+        self._sheets: deque[_Sheet] = deque()
+
+    def post(self, *columns: Sequence[int], width: int = 0) -> list[torch.Tensor]:
+        """Return int64 views of the buffer that hold these numbers once what is launched now runs.
+
+        Args:
+            columns: one sequence a view.
+            width: of every view at least, zeros behind the numbers.
+        """
+        # Every view begins on 16 bytes, whatever the lengths: kernels are compiled for that.
+        lengths = [max(len(column), width) for column in columns]
+        starts, total = [], 0
+        for length in lengths:
+            starts.append(total)
+            total += length + length % 2
+        if total > len(self.buffer):
+            let_go(self.buffer)
+            self.buffer = torch.zeros(max(total, 2 * len(self.buffer)), dtype=torch.int64, device=self.buffer.device)
+        sheet = self._free(total)
+        for column, start, length in zip(columns, starts, lengths, strict=True):
+            end = start + len(column)
+            sheet.values[start:end] = column
+            sheet.values[end : start + length] = 0
+        self.buffer[:total].copy_(sheet.host[:total], non_blocking=True)
+        if sheet.sent is not None:
+            sheet.sent.record()
+        self._sheets.append(sheet)
+        return [self.buffer[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+    def _free(self, words: int) -> _Sheet:
+        """Return pinned memory of so many words that no copy reads any more."""
+        while self._sheets and len(self._sheets[0].values) < words:
+            # PyTorch keeps it until the copies out of it are over.
+            self._sheets.popleft()
+        if self._sheets and (self._sheets[0].sent is None or self._sheets[0].sent.query()):
+            return self._sheets.popleft()
+        return _Sheet(len(self.buffer), self.buffer.device)
+
+
+class _Sheet:
+    """Pinned memory, and the event behind the last copy out of it."""
+
+    def __init__(self, words: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.host = torch.zeros(words, dtype=torch.int64, pin_memory=on_gpu)
+        self.values = self.host.numpy()
+        self.sent = torch.cuda.Event() if on_gpu else None
 
 
 def let_go(*tensors: torch.Tensor) -> None:

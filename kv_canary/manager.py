@@ -109,7 +109,7 @@ class CanaryManager:
             on_report=on_report,
             observers=[*observers_of(self.config), *observers],
         )
-        self._drain = Drain(self.state, groups=names)
+        self._drain = Drain(self.state)
         self._sweeper = Sweeper(self)
         self._cached = cached or (lambda: ())
         self._forwards: dict[str, SingleForwardManager] = {}
@@ -283,9 +283,11 @@ class CanaryManager:
         if step is None:
             raise RuntimeError("kv-canary: a step must be under way, got none")
         self._running = forward
-        # A forward of the step before this one had the same words for its plans.
-        mine = [status for _, status in forward.statuses]
-        step.statuses = [(g, s.clone() if any(s is m for m in mine) else s) for g, s in step.statuses]
+        for group, status, earlier in forward.statuses:
+            # The forward has run in this step before, with the same word.
+            if status in step.statuses:
+                self.state.keep_status(status, earlier, fresh=earlier not in step.statuses)
+                step.statuses[earlier] = group
         fresh, offsets = requests, {g.token_offset for g in forward.groups}
         if forward.inner:
             # The others go on where an inner forward of this step has brought them.
@@ -316,7 +318,7 @@ class CanaryManager:
             if forward.inner:
                 offsets = {g.token_offset for g in forward.groups}
                 step.inner.update({(o, r.row): r.prefix_len + r.extend_len for o in offsets for r in batch.requests})
-        step.statuses += forward.statuses
+        step.statuses.update({status: group for group, status, _ in forward.statuses})
         step.launches.update(forward.launches)
         if not self._explicit:
             self._end_step()

@@ -4,65 +4,66 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from kv_canary import ops
-from kv_canary.constants import ANCHOR, MASK64, Tag, to_signed
+from kv_canary.constants import ANCHOR, MASK64, VIOLATION_WORDS, Tag, to_signed
 from kv_canary.hashing import mix
-from kv_canary.host import let_go, send
+from kv_canary.host import Mailbox, let_go, send
 from kv_canary.specs.structures import ViolationLog
 
 if TYPE_CHECKING:
     from kv_canary.forward import ForwardRequest
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Stand:
-    """Where a row stands: its request, the identity that its chain starts from, and how many of its tokens are in."""
+# Of all forwards and groups together, two each.
+MAX_STATUSES = 256
 
-    owner: int = 0
-    identity: int = 0
-    length: int = 0
+# Where what is in a state's `words`; each begins on 16 bytes. Status words are int32.
+NUM_COUNTERS = 2 * len(Tag)
+VIOLATION_COUNT = NUM_COUNTERS
+FIRST_STATUS = VIOLATION_COUNT + 2
+
+
+# Where a row stands: its request's owner, the identity that its chain starts from, and how many of its tokens are in.
+_Stand = tuple[int, int, int]
+_NOWHERE: _Stand = (0, 0, 0)
 
 
 class _Progress:
     """How far each row has come."""
 
     def __init__(self, max_rows: int) -> None:
-        self._rows = [_Stand()] * max_rows
+        self._rows = [_NOWHERE] * max_rows
         self._row_of: dict[int, int] = {}
 
     def behind(self, requests: Iterable[ForwardRequest]) -> list[tuple[ForwardRequest, int]]:
         """Return the requests whose rows are not at their prefixes, each with the length to go on from."""
         found = []
         for request in requests:
-            stand, wanted = self._rows[request.row], _stand(request)
-            if stand != wanted:
-                goes_on = (stand.owner, stand.identity) == (wanted.owner, wanted.identity)
-                found.append((request, stand.length if goes_on and stand.length <= wanted.length else 0))
+            owner, identity, length = self._rows[request.row]
+            goes_on = owner == request.owner and identity == request.identity
+            if not goes_on or length != request.prefix_len:
+                found.append((request, length if goes_on and length <= request.prefix_len else 0))
         return found
 
     def lengths(self, requests: Iterable[ForwardRequest]) -> list[int]:
         """Return how many tokens of each request's row are in."""
-        return [self._rows[request.row].length for request in requests]
+        rows = self._rows
+        return [rows[request.row][2] for request in requests]
 
     def advanced(self, requests: Iterable[tuple[ForwardRequest, int]]) -> None:
         """Note that the rows of these requests are at their prefixes."""
         for request, _ in requests:
-            before = self._rows[request.row].owner
+            before = self._rows[request.row][0]
             if before != request.owner:
                 self._row_of.pop(before, None)
                 # A request that has moved leaves nothing behind that it could go on from when it comes back.
-                self._rows[self._row_of.get(request.owner, 0)] = _Stand()
+                self._rows[self._row_of.get(request.owner, 0)] = _NOWHERE
                 self._row_of[request.owner] = request.row
-            self._rows[request.row] = _stand(request)
-
-
-def _stand(request: ForwardRequest) -> _Stand:
-    return _Stand(owner=request.owner, identity=request.identity, length=request.prefix_len)
+            self._rows[request.row] = (request.owner, request.identity, request.prefix_len)
 
 
 class Tails:
@@ -105,8 +106,13 @@ class CanaryDeviceState:
         device: torch.device,
     ) -> None:
         self.device = device
-        self.violations = ViolationLog.allocate(ring_cap=ring_capacity, device=device)
-        self.counters = torch.zeros(len(Tag), 2, dtype=torch.int64, device=device)
+        # What a step leaves for the host lies together: counters, the count of violations, status words.
+        self.words = torch.zeros(FIRST_STATUS + MAX_STATUSES // 2, dtype=torch.int64, device=device)
+        self.counters = self.words[:NUM_COUNTERS].view(len(Tag), 2)
+        ring = torch.zeros(ring_capacity, VIOLATION_WORDS, dtype=torch.int64, device=device)
+        self.violations = ViolationLog(ring=ring, count=self.words[VIOLATION_COUNT : VIOLATION_COUNT + 1])
+        self._statuses = self.words[FIRST_STATUS:].view(torch.int32)
+        self._num_statuses = 0
         self.head_writes = torch.zeros_like(self.counters)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.anchors = torch.full((max_rows,), ANCHOR, dtype=torch.int64, device=device)
@@ -116,6 +122,29 @@ class CanaryDeviceState:
         self._anchored = [0] * max_rows
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
         self._table_is_final = False
+        self._mailbox = Mailbox(device, words=4 * max_rows)
+
+    def new_status(self) -> int:
+        """Return the number of a status word that nobody has.
+
+        Raises:
+            RuntimeError: there are too many.
+        """
+        if self._num_statuses == MAX_STATUSES:
+            raise RuntimeError(f"kv-canary: status words must be at most {MAX_STATUSES}, got one more")
+        self._num_statuses += 1
+        return self._num_statuses - 1
+
+    def status(self, number: int) -> torch.Tensor:
+        """Return a status word, int32 [1]."""
+        return self._statuses[number : number + 1]
+
+    def keep_status(self, number: int, earlier: int, *, fresh: bool) -> None:
+        """Add a status word's bits to those of another; or, if that is `fresh`, copy them there."""
+        if fresh:
+            self.status(earlier).copy_(self.status(number))
+        else:
+            self.status(earlier).bitwise_or_(self.status(number))
 
     @property
     def lookahead(self) -> int:
@@ -137,7 +166,7 @@ class CanaryDeviceState:
         # Only now, so that a history that could not be had leaves every row as it was.
         self._anchor(requests)
         for tails, behind, lists in segments:
-            flat, offsets, rows, starts = send(self.device, *lists)
+            flat, offsets, rows, starts = self._mailbox.post(*lists)
             ops.chain_tails(
                 flat=flat,
                 offsets=offsets,
@@ -150,7 +179,7 @@ class CanaryDeviceState:
             )
             tails.progress.advanced(behind)
         if tokens is not None and self.token_pool is not None:
-            flat, offsets, rows, starts = send(self.device, *tokens)
+            flat, offsets, rows, starts = self._mailbox.post(*tokens)
             longest = max(r.prefix_len for r, _ in missing) + self.lookahead
             if longest > self.token_pool.shape[1] and not self._table_is_final:
                 self.token_pool = widen(self.token_pool, longest)
@@ -169,7 +198,7 @@ class CanaryDeviceState:
         """Let the scratch of these requests' rows start from their tails."""
         if not requests:
             return
-        (rows,) = send(self.device, [r.row for r in requests])
+        (rows,) = self._mailbox.post([r.row for r in requests])
         for offset in offsets:
             tails = self.tails[offset]
             tails.scratch[rows] = tails.chains[rows]

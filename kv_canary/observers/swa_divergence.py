@@ -21,7 +21,7 @@ from kv_canary.observers.base import Observer, StepFacts
 
 if TYPE_CHECKING:
     from kv_canary.forward import ForwardBatch, SingleForwardManager
-    from kv_canary.specs.structures import VerifyPlan
+    from kv_canary.launches import VerifiedEntries
 
 logger = logging.getLogger("kv_canary")
 
@@ -121,9 +121,8 @@ class SwaDivergenceLogger(Observer):
         divergence = torch.zeros(1, dtype=torch.int64, device=manager.device)
         beyond = 0
         if full is not None:
-            plans = forward.plans
             for group in windowed:
-                divergence += _divergence(plans[group.name], batch.tables[full.name])
+                divergence += _divergence(forward.verified(group.name), batch.tables[full.name])
                 beyond += sum(max(0, r.prefix_len - group.window) for r in batch.requests)
         words = torch.cat((divergence, manager.state.counters[:, 1]))
         self._pending.append(_send(words, forward_ct=manager.step, beyond=beyond))
@@ -173,16 +172,15 @@ def _send(words: torch.Tensor, *, forward_ct: int, beyond: int) -> _Pending:
     return _Pending(forward_ct=forward_ct, beyond=beyond, words=host, event=event)
 
 
-def _divergence(plan: VerifyPlan, table: torch.Tensor) -> torch.Tensor:
-    """Return, on the device, how many of the plan's slots are not those that `table` names; int64 [1]."""
+def _divergence(verified: VerifiedEntries, table: torch.Tensor) -> torch.Tensor:
+    """Return, on the device, how many of the slots are not those that `table` names; int64 [1]."""
     rows, columns = table.shape
-    row, position = plan.rows.long(), plan.positions
-    valid = torch.arange(len(row), device=row.device) < plan.num_valid
-    # What lies behind the valid entries is arbitrary, and the table may be shorter than a windowed group's.
+    row, position = verified.rows, verified.positions
+    # What is not valid is arbitrary, and the table may be shorter than a windowed group's.
     inside = (row >= 0) & (row < rows) & (position >= 0) & (position < columns)
     named = table[row.clamp(0, rows - 1), position.clamp(0, columns - 1)]
-    differs = ~inside | (named != plan.slots)
-    return (valid & differs).sum().view(1)
+    differs = ~inside | (named != verified.slots)
+    return (verified.valid & differs).sum().view(1)
 
 
 def _found(text: str) -> Iterator[SwaDivergence]:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from kv_canary.ranks.compare import Flag, Word
-from kv_canary.specs.structures import VerifyPlan, ViolationLog
+from kv_canary.specs.structures import ViolationLog
 
 if TYPE_CHECKING:
     from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager
     from kv_canary.manager import CanaryManager
 
-# Entries of a plan that are counted at once, which bounds the memory that this takes.
+# Entries that are counted at once, which bounds the memory that this takes.
 _CHUNK = 1 << 18
 _CHAIN_WORD = 1
 # Words of a violation row.
@@ -118,7 +118,7 @@ class Gatherer:
 
     def _gather(self, i: int, forward: SingleForwardManager, requests: Sequence[ForwardRequest]) -> None:
         manager, group = self._manager, self._manager.groups[i]
-        writes, entries = forward.write_plans[group.name], forward.plans[group.name]
+        writes = forward.write_plans[group.name]
         lines, records = self._buffer[i, : len(requests)], group.pool.records
         rows, seeds = writes.rows[: len(requests)], writes.seed_slots[: len(requests)]
         inside = (seeds > 0) & (seeds < len(records))
@@ -128,19 +128,17 @@ class Gatherer:
         lines[:, Word.SEED_CHAIN] = seed[:, _CHAIN_WORD]
         lines[:, Word.TAIL] = manager.state.tails[group.token_offset].chains[rows]
         room = manager.limits.max_rows
-        planned = sum(r.prefix_len for r in requests)
-        lines[:, Word.ENTRIES] = _entries(entries, planned=planned, rows=room)[rows]
+        planned = min(sum(r.prefix_len for r in requests), forward.entry_capacities[group.name])
+        lines[:, Word.ENTRIES] = _entries(forward, group.name, planned=planned, rows=room)[rows]
         lines[:, Word.VIOLATIONS] = _violations(manager.state.violations, manager.state.step, rows=room)[rows]
 
 
-def _entries(plan: VerifyPlan, *, planned: int, rows: int) -> torch.Tensor:
-    """Return int64 [rows] how many entries of the plan each row has; it has `planned` at most."""
-    result = torch.zeros(rows, dtype=torch.int64, device=plan.rows.device)
-    for start in range(0, min(planned, len(plan.rows)), _CHUNK):
-        part = plan.rows[start : start + _CHUNK]
-        valid = torch.arange(start, start + len(part), device=part.device) < plan.num_valid
-        # What lies past the valid entries is of another step.
-        result.index_add_(0, part.clamp(0, rows - 1), valid.to(torch.int64))
+def _entries(forward: SingleForwardManager, group: str, *, planned: int, rows: int) -> torch.Tensor:
+    """Return int64 [rows] how many entries HEAD verified of each row; there were `planned` at most."""
+    result = torch.zeros(rows, dtype=torch.int64, device=forward.manager.device)
+    for first in range(0, planned, _CHUNK):
+        part = forward.verified(group, first=first, end=min(first + _CHUNK, planned))
+        result.index_add_(0, part.rows.clamp(0, rows - 1), part.valid.to(torch.int64))
     return result
 
 

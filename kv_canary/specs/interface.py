@@ -7,6 +7,7 @@ what difftest needs to poison, guard, copy and compare. Both backends of an op i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -287,6 +288,7 @@ def _default(spec: ArgumentSpec) -> Any:
     return _REQUIRED
 
 
+@functools.cache
 def _parse(size: str) -> tuple[str, int]:
     match = _SYMBOL.match(size)
     if match is None:
@@ -309,8 +311,13 @@ def _is_source(value: Any) -> TypeGuard[Any]:
 
 
 def _struct_fields(value: Any) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
-    for field in dataclasses.fields(value):
+    for field in _fields_of(type(value)):
         yield field, getattr(value, field.name)
+
+
+@functools.cache
+def _fields_of(structure: type) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(structure)
 
 
 def _leaves(name: str, spec: ArgumentSpec, value: Any) -> Iterator[Leaf]:

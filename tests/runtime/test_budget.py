@@ -24,10 +24,10 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 def planned(engine: Engine, name: str = "full") -> dict[int, set[int]]:
     """Return the positions that the last HEAD verified, by row."""
-    plan = engine.forward.plans[name]
-    n = int(plan.num_valid)
+    entries = engine.forward.verified(name)
     found: dict[int, set[int]] = {}
-    for row, position in zip(plan.rows[:n].tolist(), plan.positions[:n].tolist(), strict=True):
+    rows, positions = (column[entries.valid].tolist() for column in (entries.rows, entries.positions))
+    for row, position in zip(rows, positions, strict=True):
         found.setdefault(row, set()).add(position)
     return found
 
@@ -231,7 +231,7 @@ def test_the_summary_tells_what_was_verified_of_what_was_relied_on(windowed: boo
             work = [(a, n), (b, 2)]
             relied += sum(relied_on_before(r.cached, windowed) for r, _ in work)
             engine.step(*work)
-            verified += sum(int(plan.num_valid) for plan in engine.forward.plans.values())
+            verified += sum(int(engine.forward.verified(g.name).valid.sum()) for g in engine.groups)
         assert engine.found() == []
         summary = engine.manager.summary()
         assert (summary.positions_relied_on, summary.positions_verified) == (relied, verified)

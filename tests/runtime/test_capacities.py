@@ -78,7 +78,7 @@ def test_a_plan_that_is_too_small_verifies_what_fits_and_says_so() -> None:
     requests = sharers(engine, 4, prefix=100)
     before = engine.manager.summary()
     assert before.status == "healthy"
-    assert engine.forward.plans["full"].slots.shape[0] <= 150
+    assert engine.forward.entry_capacities["full"] <= 150
     # In the order of the requests: position 36 of the first and of the second one fit.
     flip(engine.groups[0], 37, 36)
     flip(engine.groups[0], 90, 89)
@@ -116,11 +116,10 @@ def test_a_group_of_windows_never_needs_more_than_its_windows() -> None:
     summary = engine.manager.summary()
     assert summary.status == "healthy"
     assert summary.positions_verified == summary.positions_relied_on
-    rooms = [engine.forward.plans[g.name].slots.shape[0] for g in engine.groups]
-    assert rooms == [512, 20, 36]
+    assert engine.forward.entry_capacities == {"full": 512, "ring": 20, "swa": 36}
     # Also with prefixes longer than the limits: windows stay as they are.
     wide = {name: torch.ones(table.shape[0], 4096, dtype=torch.int32) for name, table in engine.tables.items()}
     engine.tables = wide
     a.tokens, a.cached = list(range(4096)), 2000
     engine.step((a, 1))
-    assert [engine.forward.plans[g.name].slots.shape[0] for g in engine.groups] == [2000, 20, 36]
+    assert engine.forward.entry_capacities == {"full": 2000, "ring": 20, "swa": 36}

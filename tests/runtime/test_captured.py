@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,78 +12,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kv_canary as kc
-from kv_canary import forward as forward_module
-from kv_canary.backends import implementation
 
 from .engine import MAX_LEN, MAX_ROWS, Engine, Request, full_engine, make_pool
-
-Launch = tuple[str, dict[str, Any]]
+from .tape import Launches
 
 
 class Tape:
-    """What a graph is to the canary: launches, with the very tensors and the very numbers that they were made with."""
+    """A captured forward of an engine: HEAD, the model and TAIL."""
 
     def __init__(self, engine: Engine, *, requests: int, tokens: int, **options: Any) -> None:
-        self.launches: list[Launch] = []
-        self._recording = False
+        self.launches = Launches()
         self.engine = engine
         with (
-            self._taping(),
+            self.launches.tape(),
             engine.forward.capturing(requests=requests, tokens=tokens, tables=engine.tables, **options) as captured,
         ):
-            self._recording = True
+            self.launches.taking = True
             engine.forward.head()
-            self.middle = len(self.launches)
+            self.middle = len(self.launches.taken)
             engine.forward.tail()
         self.captured = captured
-
-    @contextmanager
-    def _taping(self) -> Iterator[None]:
-        real = forward_module.ops
-
-        class Ops:
-            def __getattr__(_, name: str) -> Callable[..., None]:  # noqa: N805
-                return lambda **arguments: self._launch(getattr(real, name), name, arguments)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(forward_module, "ops", Ops())
-            # What is no op must be as fit for a graph, and is taken down too.
-            patch.setattr(forward_module.torch, "where", self._taped_where(torch.where))
-            yield
-
-    def _taped_where(self, where: Callable[..., Any]) -> Callable[..., Any]:
-        def taped(*arguments: Any, **options: Any) -> Any:
-            if self._recording and "out" in options:
-                self.launches.append(("where", {"arguments": arguments, **options}))
-                return options["out"]
-            return where(*arguments, **options)
-
-        return taped
-
-    def _launch(self, op: Any, name: str, arguments: dict[str, Any]) -> None:
-        if self._recording:
-            # A capture launches nothing.
-            arguments = dict(arguments)
-            backend = arguments.pop("backend")
-            self.launches.append((name, {**op.spec.bind(arguments), "backend": backend}))
-        else:
-            op(**arguments)
-
-    def play(self, model: Callable[[], None]) -> None:
-        """Do what a replay does."""
-        for i, (name, arguments) in enumerate(self.launches):
-            if i == self.middle:
-                model()
-            arguments = dict(arguments)
-            if name == "where":
-                torch.where(*arguments.pop("arguments"), **arguments)
-            else:
-                implementation(name, arguments.pop("backend"))(**arguments)
 
     def run(self, batch: kc.ForwardBatch) -> None:
         forward = self.engine.forward
         forward.begin(batch, captured=self.captured)
-        self.play(lambda: self.engine.write_bytes(batch))
+        self.launches.play(end=self.middle)
+        self.engine.write_bytes(batch)
+        self.launches.play(first=self.middle)
         forward.end()
 
 
@@ -244,7 +197,7 @@ def test_a_replay_reads_the_tokens_of_prefixes_that_came_after_the_capture() -> 
 
 def test_prefixes_past_the_engine_s_limit_do_not_move_what_a_graph_knows() -> None:
     engine, tape = captured_engine(check_tokens=True)
-    pool, plan = engine.manager.state.token_pool, tape.launches[0][1]["verify_plan"]
+    pool, plan = engine.manager.state.token_pool, tape.launches.taken[0][1]["resolved"]
     a = engine.add("a", 3000)
     wide = torch.zeros(MAX_ROWS, 4096, dtype=torch.int32)
     wide[a.row, :2000] = torch.arange(2000, dtype=torch.int32) % 100 + 1
@@ -338,7 +291,7 @@ def test_a_replay_that_stops_behind_head_is_noticed() -> None:
     a = engine.add("a", 40)
     tape.run(engine.batch((a, 2)))
     a.cached += 2
-    del tape.launches[tape.middle :]
+    del tape.launches.taken[tape.middle :]
     tape.run(engine.batch((a, 1)))
     engine.manager.flush()
     assert engine.manager.summary().status == "stale"

@@ -22,6 +22,7 @@ TEXTS: dict[str, tuple[str, Any]] = {
     "max_stride": ("8", 8),
     "verify_capacity": ("4096", 4096),
     "track_lifetime": ("off", False),
+    "own_graphs": ("off", False),
     "quarantine": ("no", False),
     "check_tokens": ("True", True),
     "token_table_share": ("0", 0.0),

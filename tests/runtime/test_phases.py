@@ -22,6 +22,7 @@ from kv_canary.difftest.engine.actions import opening, random_action
 from kv_canary.difftest.engine.guarded import GuardedEngine
 from kv_canary.difftest.strategies.domain import seeds
 from kv_canary.difftest.strategies.engine import engine_configs
+from kv_canary.launches import GroupLaunches
 
 from .engine import Engine, full_engine
 
@@ -219,7 +220,7 @@ def in_numbers(engine: Engine, batch: kc.ForwardBatch, monkeypatch: pytest.Monke
 
 def in_method(owner: str, name: str) -> Callable[..., kc.ForwardBatch]:
     def spoil(engine: Engine, batch: kc.ForwardBatch, monkeypatch: pytest.MonkeyPatch) -> kc.ForwardBatch:
-        holder = {"forward": engine.forward, "manager": engine.manager, "state": engine.manager.state}[owner]
+        holder = {"forward": engine.forward, "launches": GroupLaunches, "state": engine.manager.state}[owner]
         monkeypatch.setattr(holder, name, thrower)
         return batch
 
@@ -258,9 +259,9 @@ class Perturbing:
         Perturbing("after"),
         in_method("state", "advance"),
         in_method("forward", "_prepare"),
-        in_method("forward", "_plan"),
-        in_method("forward", "_verify"),
-        in_method("forward", "_write"),
+        in_method("launches", "_verify_prefixes"),
+        in_method("launches", "_verify_resolved"),
+        in_method("launches", "_write"),
     ],
 )
 def test_what_raises_inside_a_forward_leaves_it_ready(
@@ -347,8 +348,10 @@ class Fragile(GuardedEngine):
         where, count = self.fails
         forward = self.manager.forward()
         with pytest.MonkeyPatch.context() as patch:
-            if where in ("_prepare", "_plan", "_verify", "_write", "head", "tail", "end"):
+            if where in ("_prepare", "head", "tail", "end"):
                 patch.setattr(forward, where, at_call(count, getattr(forward, where)))
+            if where in (*LAUNCHES, *LAUNCHES_OF_RINGS):
+                patch.setattr(GroupLaunches, where, at_call(count, getattr(GroupLaunches, where)))
             if where == "model":
                 self.during_forward = thrower
             if where == "walk":
@@ -373,7 +376,8 @@ def at_call(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-POINTS = ("tokens", "_prepare", "_plan", "_verify", "_write", "head", "tail", "model", "walk")
+LAUNCHES, LAUNCHES_OF_RINGS = ("_verify_prefixes", "_verify_resolved", "_write"), ("_plan", "_verify")
+POINTS = ("tokens", "_prepare", *LAUNCHES, "head", "tail", "model", "walk")
 
 
 def survive(engine: Fragile, action: Action) -> bool:
@@ -424,7 +428,8 @@ def test_no_failure_of_any_forward_makes_a_healthy_engine_guilty(
     actions = opening(rng, longest=config.max_len)
     actions += [random_action(rng, longest=config.max_len) for _ in range(12)]
     for action in actions:
-        engine.fails = (chooser.choice(POINTS), chooser.randrange(6)) if chooser.random() < 0.5 else ("", 0)
+        fails = chooser.choice((*POINTS, *LAUNCHES_OF_RINGS)), chooser.randrange(6)
+        engine.fails = fails if chooser.random() < 0.5 else ("", 0)
         survive(engine, action)
         engine.fails = ("", 0)
     # And it goes on: everything in the cache is looked at once more.

@@ -1,0 +1,418 @@
+"""What one forward launches: its inputs in static buffers, and the ops of HEAD and TAIL in each group."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kv_canary import ops
+from kv_canary.capacities import CanaryLimits
+from kv_canary.constants import HEAD_OF_CHAIN
+from kv_canary.host import Mailbox, let_go
+from kv_canary.pools import BufferGroup
+from kv_canary.specs.structures import Endpoint, ResolvedSlots, VerifyPlan, WritePlan
+from kv_canary.specs.write import max_tiles
+
+if TYPE_CHECKING:
+    from kv_canary.manager import CanaryManager
+    from kv_canary.state import Tails
+
+# Columns of numbers that the host sends, the switch for positions among them; and those of no request.
+_NUMBER_COLUMNS = 9
+NO_NUMBERS: Sequence[Sequence[int]] = ((),) * (_NUMBER_COLUMNS - 1)
+
+# Verify entries that a group has room for before a forward needs more.
+_FEW_ENTRIES = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What of a forward's launches is fixed when they are made.
+
+    Args:
+        requests, tokens: how many they take; a batch may have fewer.
+        expects_tokens: whether the input ids are held against those to expect.
+        has_pending: whether some of a prefix is produced by this very forward.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    expects_tokens: bool = False
+    has_pending: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lengths:
+    """How many tokens of each request are cached, and how many come: int64 [requests] each."""
+
+    prefix: torch.Tensor
+    extend: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VerifiedEntries:
+    """What HEAD verified, entry by entry.
+
+    Args:
+        slots, positions, rows: int64 [entries].
+        valid: bool [entries]; the others are arbitrary.
+    """
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    rows: torch.Tensor
+    valid: torch.Tensor
+
+
+class ForwardInputs:
+    """What the host says of a forward, and what the model is given, where launches read it.
+
+    Attributes:
+        rows, owners, known_lens, strides: int64 [requests].
+        lengths: of the prefixes and of what comes.
+        arriving: of what is there before the forward, and of what is not yet: all that `pending` says, and one more.
+        is_pending: bool [requests], where some of the prefix is yet to come.
+        check_positions: int32 [1].
+        input_ids, positions: int64 [max_tokens] that the model is given.
+        known, expected: int64 [max_tokens] that it should be given: what is known of it, -1 elsewhere; and all of it.
+    """
+
+    def __init__(self, limits: CanaryLimits, device: torch.device) -> None:
+        n, t = limits.max_requests, limits.max_tokens
+        self._mailbox = Mailbox(device, words=_NUMBER_COLUMNS * (n + n % 2))
+        self.is_pending = torch.zeros(n, dtype=torch.bool, device=device)
+        self._unknown = torch.zeros(t, dtype=torch.bool, device=device)
+        self.input_ids, self.positions, self.known, self.expected = (
+            torch.zeros(t, dtype=torch.int64, device=device) for _ in range(4)
+        )
+        self.post(NO_NUMBERS, requests=1)
+
+    def post(self, columns: Sequence[Sequence[int]], *, requests: int, check_positions: bool = True) -> None:
+        """Send the numbers of a batch, zeros (padding) behind them.
+
+        Args:
+            columns: of each request the row, owner, prefix and extend lengths, known length, stride, and the lengths
+                that `arriving` holds.
+            requests: of the launches.
+            check_positions: whether positions must continue the prefix.
+        """
+        posted = self._mailbox.post(*columns, (int(check_positions),), width=requests)
+        self.rows, self.owners, prefix, extend, self.known_lens, self.strides, there, from_there, check = posted
+        self.lengths = Lengths(prefix=prefix, extend=extend)
+        self.arriving = Lengths(prefix=there, extend=from_there)
+        self.check_positions = check.view(torch.int32)[:1]
+
+    def mark_pending(self) -> None:
+        """Set `is_pending`."""
+        n = len(self.rows)
+        torch.ne(self.lengths.prefix, self.arriving.prefix, out=self.is_pending[:n])
+
+    def complete_expected(self, tokens: int) -> None:
+        """Set what the model should be given: what nobody knows is as it is."""
+        unknown, ids, known = self._unknown[:tokens], self.input_ids[:tokens], self.known[:tokens]
+        torch.lt(known, 0, out=unknown)
+        torch.where(unknown, ids, known, out=self.expected[:tokens])
+
+
+class GroupLaunches:
+    """The launches of HEAD and TAIL in one group, and the static buffers that they work on.
+
+    HEAD finds each cached position's slot and verifies it in one launch, which leaves the slots for TAIL. Where TAIL
+    verifies others than HEAD (what a ring still holds after the step; what a request only then has), both are planned
+    at HEAD, because tables are read once a step.
+
+    Args:
+        manager: the canary.
+        group: the group.
+        inputs: of the forward.
+        inner: see `SingleForwardManager`.
+    """
+
+    def __init__(self, manager: CanaryManager, group: BufferGroup, inputs: ForwardInputs, *, inner: bool) -> None:
+        self.group = group
+        self._manager, self._inputs, self._inner = manager, inputs, inner
+        self._capacities = manager.capacities(group)
+        requests, tokens = self._capacities.requests, self._capacities.tokens
+        device = manager.device
+        self.out_slots = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self.table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        self.write_plan = WritePlan.allocate(write_cap=requests, device=device)
+        self.room = min(_FEW_ENTRIES, self._capacities.entries)
+        self._resolved: ResolvedSlots | None = None
+        self._plans: _TwoPlans | None = None
+        # Numbers of status words: of the last plan, and of earlier ones in the same step.
+        self.status, self.earlier_status = manager.state.new_status(), manager.state.new_status()
+        self._status = manager.state.status(self.status)
+        # Scratch, allocated once: nothing is allocated between HEAD and TAIL.
+        self._entry_offsets = torch.zeros(requests + 1, dtype=torch.int64, device=device)
+        self._tile_sums = torch.zeros(requests, max_tiles({"num_tokens": tokens}), dtype=torch.int64, device=device)
+        self._made, self._by_plans = 0, False
+
+    def prepare(self, *, needed: int, has_pending: bool, sizes_are_final: bool) -> None:
+        """Make the buffers that launches need. Outside any graph.
+
+        Args:
+            needed: verify entries that the forward asks for.
+            has_pending: see `Shape`.
+            sizes_are_final: whether a graph keeps the addresses of buffers.
+        """
+        if not sizes_are_final:
+            most = self._manager.config.verify_capacity or max(needed, 2 * self.room)
+            if needed > self.room < most:
+                self.room = min(max(needed, 2 * self.room), most)
+        self._by_plans = self._plans_for(has_pending)
+        if self._by_plans:
+            if self._plans is None or self._plans.room < self.room:
+                _let_go(self._plans)
+                self._plans = _TwoPlans.allocate(
+                    entries=self.room, requests=self._capacities.requests, device=self._manager.device
+                )
+                self._made += 1
+        elif self._resolved is None or self._resolved.entries.shape[0] < self.room:
+            _let_go(self._resolved)
+            self._resolved = ResolvedSlots.allocate(entry_cap=self.room, device=self._manager.device)
+            self._made += 1
+
+    def finalize(self) -> None:
+        """Make buffers for all that the engine's limits allow: graphs will keep their addresses."""
+        self.room = max(self.room, self._capacities.entries)
+        self.prepare(needed=0, has_pending=False, sizes_are_final=True)
+
+    @property
+    def memory(self) -> Hashable:
+        """What tells whether launches would work on the same memory as before."""
+        return self._made, layout_of(self.table)
+
+    def verified(self, first: int, end: int | None) -> VerifiedEntries:
+        """Return entries [first, end) of what the last HEAD verified; all from `first` on without `end`."""
+        part = slice(first, end)
+        if self._by_plans and self._plans is not None:
+            plan = self._plans.head
+            slots, positions, rows = plan.slots[part], plan.positions[part], plan.rows[part].long()
+            return VerifiedEntries(
+                slots=slots, positions=positions, rows=rows, valid=_valid(first, slots, plan.num_valid)
+            )
+        if self._resolved is None:
+            raise RuntimeError(f"kv-canary: group {self.group.name}: HEAD must have run, got none yet")
+        slots, _, positions, requests = self._resolved.entries[part].long().unbind(1)
+        rows = self.write_plan.rows[requests.clamp(0, len(self.write_plan.rows) - 1)]
+        valid = _valid(first, slots, self._resolved.num_valid)
+        return VerifiedEntries(slots=slots, positions=positions, rows=rows, valid=valid)
+
+    @property
+    def launches(self) -> Mapping[int, int]:
+        """Launches of HEAD and TAIL, by tag."""
+        return {self.group.head_tag: 1, self.group.tail_tag: 2}
+
+    def head(self, shape: Shape) -> None:
+        """Resolve the slots that the model is about to read, and verify their records and bytes."""
+        if self._plans_for(shape.has_pending):
+            self._head_by_plans(shape)
+        else:
+            self._verify_prefixes(shape)
+        if self.group.pool.head_records is not None:
+            self._write(shape, at_tail=False)
+
+    def write(self, shape: Shape) -> None:
+        """Record the tokens that the model has written."""
+        self._write(shape, at_tail=True)
+
+    def tail(self, shape: Shape) -> None:
+        """Verify the slots that HEAD resolved."""
+        if self._plans_for(shape.has_pending):
+            if self._plans is not None:
+                self._verify(self._plans.tail, at_tail=True)
+        else:
+            self._verify_resolved(shape)
+
+    def tails(self) -> torch.Tensor:
+        """The chains that what this forward writes goes on from."""
+        tails: Tails = self._manager.state.tails[self.group.token_offset]
+        return tails.scratch if self._inner else tails.chains
+
+    def _plans_for(self, has_pending: bool) -> bool:
+        """Whether TAIL verifies others than HEAD."""
+        return self.group.ring or has_pending
+
+    def _verify_prefixes(self, shape: Shape) -> None:
+        manager, inputs, n = self._manager, self._inputs, shape.requests
+        ops.verify_prefixes(
+            rows=inputs.rows[:n],
+            owners=inputs.owners[:n],
+            prefix_lens=inputs.lengths.prefix[:n],
+            extend_lens=inputs.lengths.extend[:n],
+            req_to_token=self.table,
+            window=self.group.window,
+            lut=self.group.lut,
+            **self._tokens(n),
+            strides=inputs.strides[:n] if manager.budget.may_skip else None,
+            step=manager.state.step,
+            endpoint=self._endpoint(at_tail=False),
+            anchors=manager.state.anchors,
+            track_lifetime=manager.config.track_lifetime,
+            resolved=self._resolved,
+            write_plan=self.write_plan,
+            status=self._status,
+            violations=manager.state.violations,
+            counters=manager.state.counters,
+            entry_offsets=self._entry_offsets[: n + 1],
+            backend=manager.backend,
+        )
+
+    def _verify_resolved(self, shape: Shape) -> None:
+        manager, n = self._manager, shape.requests
+        ops.verify_resolved(
+            rows=self._inputs.rows[:n],
+            **self._tokens(n),
+            resolved=self._resolved,
+            endpoint=self._endpoint(at_tail=True),
+            anchors=manager.state.anchors,
+            step=manager.state.step,
+            # A request that ends while its last step runs may have its slots freed before TAIL.
+            track_lifetime=False,
+            violations=manager.state.violations,
+            counters=manager.state.counters,
+            backend=manager.backend,
+        )
+
+    def _head_by_plans(self, shape: Shape) -> None:
+        plans, inputs, n = self._plans, self._inputs, shape.requests
+        if plans is None:
+            raise RuntimeError(f"kv-canary: group {self.group.name}: plans must be made before HEAD, got none")
+        ring = self.group.ring
+        if not shape.has_pending:
+            self._plan(n, plans.head, self.write_plan, self._status)
+            self._plan(n, plans.tail, plans.spare_writes, plans.spare_status, after_write=True)
+        else:
+            # What is there already; as if all from there on were written, so that windows begin where they do.
+            there = inputs.arriving
+            self._plan(n, plans.head, plans.spare_writes, plans.spare_status, lengths=there, after_write=True)
+            self._plan(n, plans.tail, self.write_plan, self._status, after_write=ring)
+            # The seed's record is still that of another token.
+            self.write_plan.seed_slots[:n].masked_fill_(inputs.is_pending[:n], HEAD_OF_CHAIN)
+        self._verify(plans.head, at_tail=False)
+
+    def _plan(
+        self,
+        n: int,
+        verify_plan: VerifyPlan,
+        write_plan: WritePlan,
+        status: torch.Tensor,
+        *,
+        lengths: Lengths | None = None,
+        after_write: bool = False,
+    ) -> None:
+        manager, inputs = self._manager, self._inputs
+        lengths = lengths or inputs.lengths
+        ops.plan(
+            rows=inputs.rows[:n],
+            owners=inputs.owners[:n],
+            prefix_lens=lengths.prefix[:n],
+            extend_lens=lengths.extend[:n],
+            req_to_token=self.table,
+            window=self.group.window,
+            after_write=after_write,
+            lut=self.group.lut,
+            **self._tokens(n),
+            strides=inputs.strides[:n] if manager.budget.may_skip else None,
+            step=manager.state.step if manager.budget.may_skip else None,
+            verify_plan=verify_plan,
+            write_plan=write_plan,
+            status=status,
+            entry_offsets=self._entry_offsets[: n + 1],
+            backend=manager.backend,
+        )
+
+    def _verify(self, plan: VerifyPlan, *, at_tail: bool) -> None:
+        manager = self._manager
+        ops.verify(
+            verify_plan=plan,
+            endpoint=self._endpoint(at_tail=at_tail),
+            anchors=manager.state.anchors,
+            step=manager.state.step,
+            # As in `_verify_resolved`.
+            track_lifetime=manager.config.track_lifetime and not at_tail,
+            violations=manager.state.violations,
+            counters=manager.state.counters,
+            backend=manager.backend,
+        )
+
+    def _write(self, shape: Shape, *, at_tail: bool) -> None:
+        manager, inputs, t = self._manager, self._inputs, shape.tokens
+        tag = self.group.tail_tag if at_tail else self.group.head_tag
+        ops.write(
+            write_plan=self.write_plan,
+            input_ids=inputs.input_ids[:t],
+            positions=inputs.positions[:t],
+            out_slots=self.out_slots[:t],
+            endpoint=manager.endpoint(self.group, tag, with_bytes=True),
+            tails=self.tails(),
+            step=manager.state.step,
+            check_positions=inputs.check_positions,
+            expected_input_ids=inputs.expected[:t] if shape.expects_tokens else None,
+            track_lifetime=manager.config.track_lifetime,
+            violations=manager.state.violations,
+            # HEAD's own writes are counted apart: what HEAD verified is what its tag counts.
+            counters=manager.state.counters if at_tail else manager.state.head_writes,
+            tile_sums=self._tile_sums,
+            backend=manager.backend,
+        )
+
+    def _endpoint(self, *, at_tail: bool) -> Endpoint:
+        manager, group = self._manager, self.group
+        tag = group.tail_tag if at_tail else group.head_tag
+        with_bytes = not at_tail or manager.config.verify_bytes_at_tail or group.pool.head_records is not None
+        return manager.endpoint(group, tag, with_bytes=with_bytes)
+
+    def _tokens(self, n: int) -> dict[str, Any]:
+        """The tokens to expect, as ops take them."""
+        table = self._manager.state.token_pool
+        return {
+            "expected_tokens": table,
+            "expected_lens": None if table is None else self._inputs.known_lens[:n],
+            "token_offset": self.group.token_offset,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _TwoPlans:
+    """A plan for HEAD and one for TAIL; the segments that one of them makes are not used."""
+
+    head: VerifyPlan
+    tail: VerifyPlan
+    spare_writes: WritePlan
+    spare_status: torch.Tensor
+
+    @property
+    def room(self) -> int:
+        return self.head.slots.shape[0]
+
+    @classmethod
+    def allocate(cls, *, entries: int, requests: int, device: torch.device) -> _TwoPlans:
+        head, tail = (VerifyPlan.allocate(verify_cap=entries, device=device) for _ in range(2))
+        spare_writes = WritePlan.allocate(write_cap=requests, device=device)
+        spare_status = torch.zeros(1, dtype=torch.int32, device=device)
+        return cls(head=head, tail=tail, spare_writes=spare_writes, spare_status=spare_status)
+
+
+def _valid(first: int, entries: torch.Tensor, num_valid: torch.Tensor) -> torch.Tensor:
+    """Return which of `entries`, the first of which has the number `first`, count."""
+    return torch.arange(first, first + len(entries), device=entries.device) < num_valid
+
+
+def layout_of(table: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    """Return where a tensor lies, and how."""
+    return table.data_ptr(), table.shape, table.stride()
+
+
+def _let_go(structure: Any) -> None:
+    """Let the memory of a structure of tensors go, if there is one."""
+    if isinstance(structure, torch.Tensor):
+        let_go(structure)
+    elif structure is not None:
+        for field in dataclasses.fields(structure):
+            _let_go(getattr(structure, field.name))

@@ -1,0 +1,81 @@
+"""Launches that come again and again, replayed from CUDA graphs: one call of the driver instead of one a kernel."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+import torch
+
+logger = logging.getLogger("kv_canary")
+
+Launch = Callable[[], None]
+
+# How often launches come before they are captured: once they have run, all of their kernels are compiled and loaded.
+RUNS_BEFORE_CAPTURE = 2
+# Graphs that are kept, and launches whose runs are counted, at most; what comes beyond runs as it is.
+MAX_GRAPHS = 256
+_MAX_COUNTED = 1024
+
+
+class Replays:
+    """Runs launches: the first times as they are, then by a graph.
+
+    Args:
+        capture: returns what replays a launch without calling it; see `capture_graph`. None: launches run as they are.
+    """
+
+    def __init__(self, capture: Callable[[Launch], Launch] | None) -> None:
+        self._capture = capture
+        self._graphs: dict[Hashable, Launch] = {}
+        self._runs: OrderedDict[Hashable, int] = OrderedDict()
+
+    def run(self, key: Hashable, launch: Launch) -> None:
+        """Launch what `launch` does.
+
+        Args:
+            key: two launches with the same key must do the same, with the same memory and the same numbers.
+            launch: launches on the current stream; it must neither wait for the device nor allocate on it.
+        """
+        replay = self._graphs.get(key)
+        if replay is not None and not _capturing():
+            replay()
+            return
+        launch()
+        if replay is None and self._capture is not None and not _capturing():
+            self._count(key, launch)
+
+    def _count(self, key: Hashable, launch: Launch) -> None:
+        runs = self._runs.pop(key, 0) + 1
+        if runs >= RUNS_BEFORE_CAPTURE and self._capture is not None and len(self._graphs) < MAX_GRAPHS:
+            try:
+                self._graphs[key] = self._capture(launch)
+            except Exception:
+                logger.exception("kv-canary: a graph could not be captured; launches go on without")
+                self._capture = None
+            return
+        self._runs[key] = runs
+        if len(self._runs) > _MAX_COUNTED:
+            self._runs.popitem(last=False)
+
+
+def capture_graph(launch: Launch) -> Launch:
+    """Return what replays `launch` from a CUDA graph, on the stream that is current then.
+
+    Nothing runs now, and other threads may go on using the device. `launch` must have run before.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # A capture needs a stream of its own, which nothing is ever launched on.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            launch()
+        finally:
+            graph.capture_end()
+    return graph.replay
+
+
+def _capturing() -> bool:
+    """Whether the current stream is being captured: then all of it belongs to that graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

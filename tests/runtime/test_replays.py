@@ -1,0 +1,245 @@
+"""Own graphs: what comes again is captured once and replayed, with the memory and the numbers that it was made with."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import kv_canary as kc
+from kv_canary import replays as replays_module
+from kv_canary.host import Mailbox
+from kv_canary.replays import MAX_GRAPHS, RUNS_BEFORE_CAPTURE, Launch, Replays
+
+from .engine import Engine, full_engine, make_pool
+from .tape import Recorder
+from .test_captured import groups_of
+from .test_forward import flip
+
+
+class Captures:
+    """Counts launches, and captures of them that launch nothing."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.captured: list[str] = []
+
+    def launch(self, name: str) -> Launch:
+        return lambda: self.ran.append(name)
+
+    def capture(self, launch: Launch) -> Launch:
+        before = list(self.ran)
+        launch()
+        name = self.ran.pop()
+        assert self.ran == before
+        self.captured.append(name)
+        return lambda: self.ran.append(f"replay of {name}")
+
+
+def test_what_comes_again_is_captured_once() -> None:
+    captures = Captures()
+    replays = Replays(captures.capture)
+    for _ in range(RUNS_BEFORE_CAPTURE + 3):
+        replays.run("a", captures.launch("a"))
+    replays.run("b", captures.launch("b"))
+    assert captures.captured == ["a"]
+    assert captures.ran == ["a"] * RUNS_BEFORE_CAPTURE + ["replay of a"] * 3 + ["b"]
+
+
+def test_launches_run_as_they_are_without_graphs() -> None:
+    captures = Captures()
+    replays = Replays(None)
+    for _ in range(5):
+        replays.run("a", captures.launch("a"))
+    assert captures.ran == ["a"] * 5
+
+
+def test_nothing_is_replayed_or_captured_into_another_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = Captures()
+    replays = Replays(captures.capture)
+    for _ in range(RUNS_BEFORE_CAPTURE):
+        replays.run("a", captures.launch("a"))
+    monkeypatch.setattr(replays_module, "_capturing", lambda: True)
+    for _ in range(RUNS_BEFORE_CAPTURE + 1):
+        replays.run("a", captures.launch("a"))
+        replays.run("b", captures.launch("b"))
+    assert captures.captured == ["a"]
+    assert "replay of a" not in captures.ran
+
+
+def test_there_are_only_so_many_graphs_and_counts() -> None:
+    captures = Captures()
+    replays = Replays(captures.capture)
+    for key in range(MAX_GRAPHS + 10):
+        for _ in range(RUNS_BEFORE_CAPTURE):
+            replays.run(key, captures.launch(str(key)))
+    assert len(captures.captured) == MAX_GRAPHS
+    for key in range(10_000):
+        replays.run(("once", key), captures.launch("once"))
+    assert len(replays._runs) <= 1024
+    replays.run(0, captures.launch("0"))
+    assert captures.ran[-1] == "replay of 0"
+
+
+def test_a_capture_that_fails_is_said_once_and_everything_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    captures = Captures()
+
+    def capture(launch: Launch) -> Launch:
+        raise RuntimeError("no graphs today")
+
+    replays = Replays(capture)
+    with caplog.at_level(logging.ERROR, "kv_canary"):
+        for _ in range(10):
+            replays.run("a", captures.launch("a"))
+            replays.run("b", captures.launch("b"))
+    assert captures.ran == ["a", "b"] * 10
+    assert caplog.text.count("could not be captured") == 1
+
+
+def test_what_a_launch_raises_comes_through() -> None:
+    def fails() -> None:
+        raise ValueError("bad table")
+
+    replays = Replays(Captures().capture)
+    for _ in range(RUNS_BEFORE_CAPTURE + 1):
+        with pytest.raises(ValueError, match="bad table"):
+            replays.run("a", fails)
+
+
+def with_graphs(engine: Engine) -> Recorder:
+    """Let the engine's forward replay its launches as a GPU would: what was recorded, with the same tensors."""
+    recorder = Recorder()
+    engine.forward._replays = Replays(recorder.capture)
+    engine.forward._rounds_up = True
+    return recorder
+
+
+@pytest.mark.parametrize("layout", ["full", "ring", "lut"])
+@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize("faults", [False, True])
+def test_replays_find_and_record_what_launches_do(layout: str, stride: int, faults: bool) -> None:
+    engines = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        config = kc.CanaryConfig(backend="reference", stride=stride, check_inputs=True, max_reports_per_step=500)
+        engines.append(Engine(groups_of(layout), config))
+    recorder = with_graphs(engines[1])
+    rng = random.Random(stride)
+    requests = [tuple(engine.add(f"r{i}", 100) for engine in engines) for i in range(5)]
+    for step in range(16):
+        chosen = rng.sample(range(5), rng.randrange(1, 5))
+        lengths = [rng.choice([1, 1, 1, 2, 4]) for _ in chosen]
+        bad = rng.randrange(5) if faults and rng.random() < 0.4 else None
+        for side, engine in enumerate(engines):
+            if bad is not None and requests[bad][side].cached:
+                r = requests[bad][side]
+                group = engine.groups[step % len(engine.groups)]
+                flip(group, engine.slot_of(group, r, r.cached - 1), r.cached - 1)
+            torch.manual_seed(step)
+            engine.step(*((requests[i][side], n) for i, n in zip(chosen, lengths, strict=True)))
+        for mine, theirs in zip(*(e.manager.pools for e in engines), strict=True):
+            for a, b in zip(mine.buffers, theirs.buffers, strict=True):
+                assert torch.equal(a, b)
+    found = [[r.sentence for r in engine.found()] for engine in engines]
+    assert sorted(found[0]) == sorted(found[1])
+    assert faults or not found[0]
+    assert recorder.replayed > 8
+    summaries = [engine.manager.summary() for engine in engines]
+    assert summaries[0] == summaries[1]
+
+
+def test_a_table_or_a_buffer_that_moved_is_no_replay() -> None:
+    engine = full_engine(check_tokens=True)
+    recorder = with_graphs(engine)
+    a = engine.add("a", 120)
+    # The table of tokens begins small, and is replaced once.
+    engine.step((a, 4))
+    for _ in range(RUNS_BEFORE_CAPTURE + 1):
+        engine.step((a, 1))
+    assert (recorder.captured, recorder.replayed) == (2, 2)
+    # A replay would go on reading the old table.
+    old = engine.tables["full"]
+    engine.tables["full"] = old.clone()
+    old.fill_(77)
+    engine.step((a, 1))
+    assert recorder.replayed == 2
+    engine.forward._launches[0].room = 4096
+    engine.step((a, 1))
+    assert recorder.replayed == 2
+    assert engine.found() == []
+
+
+def test_a_forward_with_pending_tokens_is_another_launch() -> None:
+    engine = Engine([kc.BufferGroup(name="full", pool=make_pool(400))])
+    recorder = with_graphs(engine)
+    a, b = engine.add("a", 100), engine.add("b", 100)
+    for _ in range(4):
+        engine.step((a, 1), (b, 1))
+    before = recorder.replayed
+    # b goes on from what a writes in the same forward.
+    b.tokens[:8], b.cached = a.tokens[:8], 8
+    batch = engine.batch((a, 4), (b, 1))
+    engine.tables["full"][b.row, :8] = engine.tables["full"][a.row, :8]
+    shared = dataclasses.replace(batch.requests[1], pending=4, owner=b.owner + 50)
+    engine.run(dataclasses.replace(batch, requests=[batch.requests[0], shared]))
+    assert recorder.replayed == before
+    assert [r.sentence for r in engine.found()] == []
+
+
+def columns_of(views: list[torch.Tensor]) -> list[list[int]]:
+    return [view.tolist() for view in views]
+
+
+@pytest.mark.parametrize("width", [0, 3, 4])
+def test_a_mailbox_brings_numbers_with_zeros_behind(width: int) -> None:
+    box = Mailbox(torch.device("cpu"), words=20)
+    box.post([9] * 3, [9] * 4, [9] * 2, width=width)
+    views = box.post([1, 2, 3], range(1), [], width=width)
+    expected = [[1, 2, 3], [0], []]
+    assert columns_of(views) == [column + [0] * (width - len(column)) for column in expected]
+    # Where kernels are compiled for.
+    assert all(view.data_ptr() % 16 == box.buffer.data_ptr() % 16 for view in views)
+
+
+def test_a_mailbox_grows_and_keeps_its_memory() -> None:
+    box = Mailbox(torch.device("cpu"), words=4)
+    for n in (3, 50, 20):
+        assert columns_of(box.post(range(n))) == [list(range(n))]
+    where, sheets = box.buffer.data_ptr(), [s.host.data_ptr() for s in box._sheets]
+    for _ in range(20):
+        box.post(range(50))
+    assert box.buffer.data_ptr() == where
+    assert [s.host.data_ptr() for s in box._sheets] == sheets
+    assert len(sheets) == 1
+
+
+def test_a_mailbox_overwrites_nothing_that_a_copy_still_reads() -> None:
+    """Two copies under way at most: there are three sheets, and each is taken again only when its copy is over."""
+    box = Mailbox(torch.device("cpu"), words=4)
+    under_way: list[Any] = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.over = False
+
+        def record(self) -> None:
+            self.over = False
+            under_way.append(self)
+
+        def query(self) -> bool:
+            return self.over
+
+    for n in range(9):
+        box.post([n])
+        newest = box._sheets[-1]
+        if newest.sent is None:
+            newest.sent = Event()
+            newest.sent.record()
+        if len(under_way) > 2:
+            under_way.pop(0).over = True
+    assert len(box._sheets) == 3
+    assert sorted(int(s.values[0]) for s in box._sheets) == [6, 7, 8]
