@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for _ in range(20):
                 batches.run()
             profile.disable()
-            pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+            pstats.Stats(profile).sort_stats("cumtime").print_stats(60)
         del batches
     Console().print(_table(rows))
     if arguments.out:

@@ -63,6 +63,8 @@ class Budget:
 
     def strides(self, forward: str, requests: Iterable[ForwardRequest], *, step: int) -> list[int]:
         """Return the stride of each request, and note that it is in this step."""
+        if not self.may_skip:
+            return [1 for _ in requests]
         seen = self._seen.setdefault(forward, {})
         result = []
         for r in requests:

@@ -49,8 +49,11 @@ class _Pending:
 class Drain:
     """Reads counters, violations and status words without stopping the device.
 
-    `push` copies the few words that say whether anything happened behind the step, on a stream of its own, to pinned
-    memory; `poll` reads those copies that have arrived, and fetches violation rows only when there are new ones.
+    `push` copies the few words that say whether anything happened behind the step, to pinned memory; `poll` reads those
+    copies that have arrived, and fetches violation rows only when there are new ones.
+
+    The copy is on the forwards' own stream: what the next step changes is then behind it by itself. A stream of its own
+    would need a copy on the device to read from, and five more calls of the driver a step.
 
     Args:
         state: what to drain.
@@ -58,9 +61,6 @@ class Drain:
 
     def __init__(self, state: CanaryDeviceState) -> None:
         self._state = state
-        self._side = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None
-        # Two: the copy of one is under way while the next step fills the other.
-        self._outboxes = [_Outbox(state.words) for _ in range(2)]
         self._spare: list[_Sheet] = []
         self._pending: deque[_Pending] = deque()
         self.counters: list[list[int]] = [[0, 0] for _ in Tag]
@@ -74,21 +74,9 @@ class Drain:
             launches: see `StepWords`.
         """
         sheet = self._spare.pop() if self._spare else _Sheet(self._state.words)
-        if self._side is None:
-            sheet.words.copy_(self._state.words)
-        else:
-            outbox = self._outboxes[0]
-            self._outboxes.reverse()
-            forwards = torch.cuda.current_stream(self._state.device)
-            # Its last copy, two steps ago, is over by now; this makes it certain.
-            forwards.wait_event(outbox.sent)
-            outbox.words.copy_(self._state.words)
-            outbox.filled.record(forwards)
-            self._side.wait_event(outbox.filled)
-            with torch.cuda.stream(self._side):
-                sheet.words.copy_(outbox.words, non_blocking=True)
-                outbox.sent.record()
-                sheet.arrived.record()
+        sheet.words.copy_(self._state.words, non_blocking=True)
+        if sheet.arrived is not None:
+            sheet.arrived.record()
         self._pending.append(_Pending(step=step, sheet=sheet, statuses=dict(statuses), launches=launches))
 
     def poll(self, *, wait: bool = False) -> Findings:
@@ -97,7 +85,7 @@ class Drain:
         steps: list[StepWords] = []
         while self._pending:
             first = self._pending[0]
-            if self._side is not None:
+            if first.sheet.arrived is not None:
                 if wait:
                     first.sheet.arrived.synchronize()
                 elif not first.sheet.arrived.query():
@@ -134,18 +122,9 @@ class Drain:
     def _drop_stale_counts(self) -> None:
         """Forget the counts that were copied before the ring was emptied; their rows have been read."""
         for pending in self._pending:
-            if self._side is not None:
+            if pending.sheet.arrived is not None:
                 pending.sheet.arrived.synchronize()
             pending.sheet.values[VIOLATION_COUNT] = 0
-
-
-class _Outbox:
-    """A copy of the words on the device, with the events behind it and behind the copy of it to the host."""
-
-    def __init__(self, words: torch.Tensor) -> None:
-        self.words = torch.zeros_like(words)
-        if words.is_cuda:
-            self.filled, self.sent = torch.cuda.Event(), torch.cuda.Event()
 
 
 class _Sheet:
@@ -155,5 +134,4 @@ class _Sheet:
         self.words = torch.zeros(words.shape, dtype=words.dtype, pin_memory=words.is_cuda)
         self.values = self.words.numpy()
         self.statuses = self.values[FIRST_STATUS:].view("int32")
-        if words.is_cuda:
-            self.arrived = torch.cuda.Event()
+        self.arrived = torch.Event(words.device) if words.is_cuda else None

@@ -12,9 +12,9 @@ import torch
 
 from kv_canary import ops
 from kv_canary.errors import must_be
-from kv_canary.launches import NO_NUMBERS, ForwardInputs, GroupLaunches, Shape, VerifiedEntries, layout_of
+from kv_canary.launches import NO_NUMBERS, ForwardInputs, GroupLaunches, Shape, VerifiedEntries
 from kv_canary.pools import BufferGroup
-from kv_canary.replays import Replays, capture_graph
+from kv_canary.replays import layout_of, round_up
 from kv_canary.specs.structures import WritePlan
 
 if TYPE_CHECKING:
@@ -52,9 +52,11 @@ class ForwardRequest:
     discarded: Callable[[], bool] | None = None
 
 
-def relied_on(request: ForwardRequest, group: BufferGroup) -> int:
-    """Return how many cached positions a forward of `request` is about to read in `group`."""
-    return max(0, _read(request, group) - request.pending)
+def relied_on(requests: Sequence[ForwardRequest], group: BufferGroup) -> int:
+    """Return how many cached positions a forward of `requests` is about to read in `group`."""
+    if not group.window:
+        return sum(r.prefix_len - r.pending for r in requests)
+    return sum(max(0, _read(r, group) - r.pending) for r in requests)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +138,7 @@ class SingleForwardManager:
         self._tails_status = torch.zeros(1, dtype=torch.int32, device=manager.device)
         # A captured graph keeps the addresses of the buffers.
         self._sizes_are_final = False
-        own_graphs = manager.config.own_graphs and manager.device.type == "cuda" and manager.backend == "triton"
-        self._replays = Replays(capture_graph if own_graphs else None)
-        self._rounds_up = own_graphs
+        self._replays = manager.new_replays()
 
     @contextmanager
     def around(self, batch: ForwardBatch) -> Iterator[None]:
@@ -257,7 +257,7 @@ class SingleForwardManager:
             if captured is None:
                 launches.table = batch.tables[name]
             launches.prepare(
-                needed=sum(_read(r, launches.group) for r in requests),
+                needed=_entries(requests, launches.group),
                 has_pending=self._shape.has_pending,
                 sizes_are_final=self._sizes_are_final,
             )
@@ -271,8 +271,8 @@ class SingleForwardManager:
         requests, tokens, limits = len(batch.requests), self._new_tokens, self._manager.limits
         if captured is not None:
             requests, tokens = captured.requests, captured.tokens
-        elif self._rounds_up:
-            requests, tokens = _round_up(requests, limits.max_requests), _round_up(tokens, limits.max_tokens)
+        elif self._replays.rounds_up:
+            requests, tokens = round_up(requests, limits.max_requests), round_up(tokens, limits.max_tokens)
         has_pending = any(r.pending for r in batch.requests)
         return Shape(requests=requests, tokens=tokens, expects_tokens=expects_tokens, has_pending=has_pending)
 
@@ -433,15 +433,22 @@ class SingleForwardManager:
         if len(set(rows)) != len(rows):
             raise ValueError(must_be(part, "rows", "different for every request", str(rows)))
         for r in batch.requests:
-            if not 0 < r.row < limits.max_rows:
-                raise ValueError(must_be(part, f"row of {r.request_id}", f"in [1, {limits.max_rows})", str(r.row)))
-            for argument, length in (("prefix_len", r.prefix_len), ("extend_len", r.extend_len)):
-                if length < 0:
-                    raise ValueError(must_be(part, f"{argument} of {r.request_id}", "at least 0", str(length)))
             most_pending = r.prefix_len if captured is None else 0
-            if not 0 <= r.pending <= most_pending:
-                expected = f"in [0, {most_pending}]"
-                raise ValueError(must_be(part, f"pending of {r.request_id}", expected, str(r.pending)))
+            wrong = r.prefix_len < 0 or r.extend_len < 0 or not 0 <= r.pending <= most_pending
+            if wrong or not 0 < r.row < limits.max_rows:
+                raise ValueError(self._complaint(r, most_pending=most_pending))
+
+    def _complaint(self, request: ForwardRequest, *, most_pending: int) -> str:
+        """Return what is wrong with a request."""
+        max_rows = self._manager.limits.max_rows
+        wrong = (
+            ("row", request.row, 0 < request.row < max_rows, f"in [1, {max_rows})"),
+            ("prefix_len", request.prefix_len, request.prefix_len >= 0, "at least 0"),
+            ("extend_len", request.extend_len, request.extend_len >= 0, "at least 0"),
+            ("pending", request.pending, 0 <= request.pending <= most_pending, f"in [0, {most_pending}]"),
+        )
+        argument, value, _, expected = next(x for x in wrong if not x[2])
+        return must_be(f"forward {self.name}", f"{argument} of {request.request_id}", expected, str(value))
 
     def _check_names(self, out_slots: Mapping[str, object], tables: Mapping[str, object]) -> None:
         names = {x.group.name for x in self._launches}
@@ -458,14 +465,16 @@ class SingleForwardManager:
             )
 
 
+def _entries(requests: Sequence[ForwardRequest], group: BufferGroup) -> int:
+    """Return how many positions of their prefixes a forward of `requests` reads in `group`."""
+    if not group.window:
+        return sum(r.prefix_len for r in requests)
+    return sum(_read(r, group) for r in requests)
+
+
 def _read(request: ForwardRequest, group: BufferGroup) -> int:
     """Return how many positions of its prefix a forward of `request` reads in `group`."""
     return min(request.prefix_len, group.window) if group.window else request.prefix_len
-
-
-def _round_up(count: int, most: int) -> int:
-    """Return `count` or more: a power of two from 16 on, or the most that there is."""
-    return min(max(16, 1 << max(count - 1, 0).bit_length()), most)
 
 
 def _copy(buffer: torch.Tensor, tensor: torch.Tensor) -> None:

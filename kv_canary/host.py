@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+
+# Sets of views that a mailbox remembers.
+_MOST_VIEWS = 256
 
 
 def send(device: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
@@ -41,33 +45,46 @@ class Mailbox:
         self.buffer = torch.zeros(words, dtype=torch.int64, device=device)
         # Pinned, with the event behind the last copy out of each, oldest first.
         self._sheets: deque[_Sheet] = deque()
+        # Views of the buffer, by their lengths: those of a batch come again and again.
+        self._views: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
-    def post(self, *columns: Sequence[int], width: int = 0) -> list[torch.Tensor]:
+    def post(self, *columns: Sequence[int], widths: Sequence[int] | None = None) -> list[torch.Tensor]:
         """Return int64 views of the buffer that hold these numbers once what is launched now runs.
 
         Args:
             columns: one sequence a view.
-            width: of every view at least, zeros behind the numbers.
+            widths: of each view, its column's length or more; there are zeros behind the numbers. None: the lengths.
         """
+        lengths = tuple(map(len, columns)) if widths is None else tuple(widths)
         # Every view begins on 16 bytes, whatever the lengths: kernels are compiled for that.
-        lengths = [max(len(column), width) for column in columns]
-        starts, total = [], 0
-        for length in lengths:
-            starts.append(total)
-            total += length + length % 2
+        total = sum(lengths) + sum(length % 2 for length in lengths)
         if total > len(self.buffer):
             let_go(self.buffer)
             self.buffer = torch.zeros(max(total, 2 * len(self.buffer)), dtype=torch.int64, device=self.buffer.device)
-        sheet = self._free(total)
-        for column, start, length in zip(columns, starts, lengths, strict=True):
+            self._views.clear()
+        sheet, start = self._free(total), 0
+        for column, length in zip(columns, lengths, strict=True):
             end = start + len(column)
             sheet.values[start:end] = column
-            sheet.values[end : start + length] = 0
+            if end < start + length:
+                sheet.values[end : start + length] = 0
+            start += length + length % 2
         self.buffer[:total].copy_(sheet.host[:total], non_blocking=True)
         if sheet.sent is not None:
             sheet.sent.record()
         self._sheets.append(sheet)
-        return [self.buffer[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+        return self._cut(lengths)
+
+    def _cut(self, lengths: tuple[int, ...]) -> list[torch.Tensor]:
+        """Return views of the buffer of these lengths."""
+        views = self._views.get(lengths)
+        if views is None:
+            starts = itertools.accumulate((length + length % 2 for length in lengths), initial=0)
+            views = [self.buffer[start : start + length] for start, length in zip(starts, lengths, strict=False)]
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            self._views[lengths] = views
+        return views
 
     def _free(self, words: int) -> _Sheet:
         """Return pinned memory of so many words that no copy reads any more."""
@@ -86,7 +103,8 @@ class _Sheet:
         on_gpu = device.type == "cuda"
         self.host = torch.zeros(words, dtype=torch.int64, pin_memory=on_gpu)
         self.values = self.host.numpy()
-        self.sent = torch.cuda.Event() if on_gpu else None
+        # Not torch.cuda.Event, whose record() takes seven times as long.
+        self.sent = torch.Event(device) if on_gpu else None
 
 
 def let_go(*tensors: torch.Tensor) -> None:

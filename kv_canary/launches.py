@@ -14,6 +14,7 @@ from kv_canary.capacities import CanaryLimits
 from kv_canary.constants import HEAD_OF_CHAIN
 from kv_canary.host import Mailbox, let_go
 from kv_canary.pools import BufferGroup
+from kv_canary.replays import layout_of
 from kv_canary.specs.structures import Endpoint, ResolvedSlots, VerifyPlan, WritePlan
 from kv_canary.specs.write import max_tiles
 
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     from kv_canary.manager import CanaryManager
     from kv_canary.state import Tails
 
-# Columns of numbers that the host sends, the switch for positions among them; and those of no request.
-_NUMBER_COLUMNS = 9
-NO_NUMBERS: Sequence[Sequence[int]] = ((),) * (_NUMBER_COLUMNS - 1)
+# Columns of numbers that the host sends of every request; and those of no request.
+_NUMBER_COLUMNS = 8
+NO_NUMBERS: Sequence[Sequence[int]] = ((),) * _NUMBER_COLUMNS
 
 # Verify entries that a group has room for before a forward needs more.
 _FEW_ENTRIES = 1024
@@ -83,7 +84,7 @@ class ForwardInputs:
 
     def __init__(self, limits: CanaryLimits, device: torch.device) -> None:
         n, t = limits.max_requests, limits.max_tokens
-        self._mailbox = Mailbox(device, words=_NUMBER_COLUMNS * (n + n % 2))
+        self._mailbox = Mailbox(device, words=_NUMBER_COLUMNS * (n + n % 2) + 2)
         self.is_pending = torch.zeros(n, dtype=torch.bool, device=device)
         self._unknown = torch.zeros(t, dtype=torch.bool, device=device)
         self.input_ids, self.positions, self.known, self.expected = (
@@ -100,7 +101,8 @@ class ForwardInputs:
             requests: of the launches.
             check_positions: whether positions must continue the prefix.
         """
-        posted = self._mailbox.post(*columns, (int(check_positions),), width=requests)
+        widths = (requests,) * len(columns)
+        posted = self._mailbox.post(*columns, (int(check_positions),), widths=(*widths, 2))
         self.rows, self.owners, prefix, extend, self.known_lens, self.strides, there, from_there, check = posted
         self.lengths = Lengths(prefix=prefix, extend=extend)
         self.arriving = Lengths(prefix=there, extend=from_there)
@@ -402,11 +404,6 @@ class _TwoPlans:
 def _valid(first: int, entries: torch.Tensor, num_valid: torch.Tensor) -> torch.Tensor:
     """Return which of `entries`, the first of which has the number `first`, count."""
     return torch.arange(first, first + len(entries), device=entries.device) < num_valid
-
-
-def layout_of(table: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
-    """Return where a tensor lies, and how."""
-    return table.data_ptr(), table.shape, table.stride()
 
 
 def _let_go(structure: Any) -> None:

@@ -26,6 +26,7 @@ from kv_canary.oracle import TokenOracle
 from kv_canary.perturb import PerturbConfig, Perturber
 from kv_canary.pools import BufferGroup, KvPool
 from kv_canary.ranks import RankGroup, RankReport, RankWatch
+from kv_canary.replays import Replays, capture_graph
 from kv_canary.reports import CanaryViolationError, Incident, ViolationReport
 from kv_canary.rows import OwnerNames
 from kv_canary.specs.structures import Endpoint
@@ -88,6 +89,7 @@ class CanaryManager:
             for pool in self.pools:
                 pool.keep_head_records()
         self.state = CanaryDeviceState(
+            replays=self.new_replays(),
             max_rows=limits.max_rows,
             ring_capacity=self.config.ring_capacity,
             keep_tokens=self._keeps_tokens(),
@@ -185,6 +187,11 @@ class CanaryManager:
         if key not in self._endpoints:
             self._endpoints[key] = group.endpoint(tag, with_bytes=with_bytes)
         return self._endpoints[key]
+
+    def new_replays(self) -> Replays:
+        """Return what runs launches: on a GPU, with Triton, by graphs where they come again, unless that is off."""
+        own_graphs = self.config.own_graphs and self.device.type == "cuda" and self.backend == "triton"
+        return Replays(capture_graph if own_graphs else None)
 
     def retire(self, pool: KvPool, slots: torch.Tensor, *, owner: int = 0) -> None:
         """Mark int64 `slots` of `pool` as freed: their content can be reached no more.
@@ -296,7 +303,7 @@ class CanaryManager:
         if forward.inner:
             self.state.branch(fresh, offsets)
         step.requests.update({r.row: r for r in requests})
-        step.relied_on += sum(relied_on(r, g) for g in forward.groups for r in requests)
+        step.relied_on += sum(relied_on(requests, g) for g in forward.groups)
         return self.budget.strides(forward.name, requests, step=step.number)
 
     def end_forward(self, forward: SingleForwardManager, batch: ForwardBatch | None) -> None:

@@ -19,6 +19,16 @@ MAX_GRAPHS = 256
 _MAX_COUNTED = 1024
 
 
+def round_up(count: int, most: int) -> int:
+    """Return `count` or more: a power of two from 16 on, or the most that there is. Few graphs then serve all."""
+    return min(max(16, 1 << max(count - 1, 0).bit_length()), most)
+
+
+def layout_of(table: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    """Return where a tensor lies, and how."""
+    return table.data_ptr(), table.shape, table.stride()
+
+
 class Replays:
     """Runs launches: the first times as they are, then by a graph.
 
@@ -30,6 +40,11 @@ class Replays:
         self._capture = capture
         self._graphs: dict[Hashable, Launch] = {}
         self._runs: OrderedDict[Hashable, int] = OrderedDict()
+
+    @property
+    def rounds_up(self) -> bool:
+        """Whether launches should be made for rounded sizes, because they may be replayed."""
+        return self._capture is not None
 
     def run(self, key: Hashable, launch: Launch) -> None:
         """Launch what `launch` does.

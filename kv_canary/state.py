@@ -12,11 +12,15 @@ from kv_canary import ops
 from kv_canary.constants import ANCHOR, MASK64, VIOLATION_WORDS, Tag, to_signed
 from kv_canary.hashing import mix
 from kv_canary.host import Mailbox, let_go, send
+from kv_canary.replays import Replays, layout_of, round_up
 from kv_canary.specs.structures import ViolationLog
 
 if TYPE_CHECKING:
     from kv_canary.forward import ForwardRequest
 
+
+# Tokens of a launch that may be replayed.
+_MOST_REPLAYED = 4096
 
 # Of all forwards and groups together, two each.
 MAX_STATUSES = 256
@@ -92,6 +96,7 @@ class CanaryDeviceState:
         keep_tokens: keep every request's tokens, for TOKEN.
         max_len: tokens of one request that the token table has room for at once; longer ones make it grow.
         offsets: token offsets of the groups.
+        replays: runs the launches that come at every step; None: they run as they are.
         device: where all of it lives.
     """
 
@@ -103,6 +108,7 @@ class CanaryDeviceState:
         keep_tokens: bool,
         max_len: int = 1,
         offsets: Iterable[int] = (0,),
+        replays: Replays | None = None,
         device: torch.device,
     ) -> None:
         self.device = device
@@ -123,6 +129,8 @@ class CanaryDeviceState:
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
         self._table_is_final = False
         self._mailbox = Mailbox(device, words=4 * max_rows)
+        self._replays = replays or Replays(None)
+        self._max_rows = max_rows
 
     def new_status(self) -> int:
         """Return the number of a status word that nobody has.
@@ -166,33 +174,37 @@ class CanaryDeviceState:
         # Only now, so that a history that could not be had leaves every row as it was.
         self._anchor(requests)
         for tails, behind, lists in segments:
-            flat, offsets, rows, starts = self._mailbox.post(*lists)
-            ops.chain_tails(
-                flat=flat,
-                offsets=offsets,
-                rows=rows,
-                starts=starts,
-                anchors=self.anchors,
-                tails=tails.chains,
-                status=self._status,
-                backend=backend,
-            )
+            self._run("chain_tails", lists, {"anchors": self.anchors, "tails": tails.chains}, backend)
             tails.progress.advanced(behind)
         if tokens is not None and self.token_pool is not None:
-            flat, offsets, rows, starts = self._mailbox.post(*tokens)
             longest = max(r.prefix_len for r, _ in missing) + self.lookahead
             if longest > self.token_pool.shape[1] and not self._table_is_final:
                 self.token_pool = widen(self.token_pool, longest)
-            ops.scatter_token_ids(
-                flat=flat,
-                offsets=offsets,
-                rows=rows,
-                starts=starts,
-                pool=self.token_pool,
-                status=self._status,
-                backend=backend,
-            )
+            self._run("scatter_token_ids", tokens, {"pool": self.token_pool}, backend)
             self._tokens.advanced(missing)
+
+    def _run(
+        self, op: str, lists: Sequence[Sequence[int]], where: dict[str, torch.Tensor], backend: str | None
+    ) -> None:
+        """Launch an op on flat tokens, offsets, rows and starts; `where` are its other tensors."""
+        flat, offsets, rows, starts = lists
+        tokens, requests = len(flat), len(rows)
+        few = tokens <= _MOST_REPLAYED
+        if few and self._replays.rounds_up:
+            tokens, requests = round_up(tokens, _MOST_REPLAYED), round_up(requests, self._max_rows)
+            # The requests past the others are padding, and have no tokens.
+            offsets = [*offsets, *offsets[-1:] * (requests - len(rows))]
+        posted = self._mailbox.post(flat, offsets, rows, starts, widths=(tokens, requests + 1, requests, requests))
+        arguments = dict(zip(("flat", "offsets", "rows", "starts"), posted, strict=True))
+
+        def launch() -> None:
+            getattr(ops, op)(**arguments, **where, status=self._status, backend=backend)
+
+        if few:
+            memory = (self._mailbox.buffer.data_ptr(), *map(layout_of, where.values()))
+            self._replays.run((op, tokens, requests, *memory), launch)
+        else:
+            launch()
 
     def branch(self, requests: Sequence[ForwardRequest], offsets: Iterable[int]) -> None:
         """Let the scratch of these requests' rows start from their tails."""
@@ -205,7 +217,8 @@ class CanaryDeviceState:
 
     def known_lens(self, requests: Iterable[ForwardRequest]) -> list[int]:
         """Return how many of each request's tokens the token table holds."""
-        return [length + self.lookahead for length in self._tokens.lengths(requests)]
+        lookahead = self.lookahead
+        return [length + lookahead for length in self._tokens.lengths(requests)]
 
     def finalize_table(self, max_len: int) -> None:
         """Give the token table room for `max_len` positions, once and for all: a graph will keep its address."""

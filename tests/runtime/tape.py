@@ -11,6 +11,7 @@ import torch
 
 from kv_canary import forward as forward_module
 from kv_canary import launches as launches_module
+from kv_canary import state as state_module
 from kv_canary.backends import implementation
 
 # What HEAD and TAIL call beside the canary's ops.
@@ -35,7 +36,7 @@ class Launches:
                 return lambda **arguments: self._launch(getattr(real, name), name, arguments)
 
         with pytest.MonkeyPatch.context() as patch:
-            for module in (forward_module, launches_module):
+            for module in (forward_module, launches_module, state_module):
                 patch.setattr(module, "ops", Ops())
             # What is no op must be as fit for a graph, and is taken down too.
             for name in _TORCH:

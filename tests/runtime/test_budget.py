@@ -248,7 +248,7 @@ def test_what_a_forward_relies_on_is_what_is_there_of_its_window() -> None:
     wanted = {(0, 0): (0, 0), (3, 0): (3, 3), (9, 0): (9, 5), (9, 2): (7, 3), (9, 7): (2, 0), (9, 9): (0, 0)}
     for (prefix, pending), (in_full, in_window) in wanted.items():
         r = request(prefix_len=prefix, pending=pending)
-        assert (relied_on(r, full), relied_on(r, ring)) == (in_full, in_window)
+        assert (relied_on([r], full), relied_on([r], ring)) == (in_full, in_window)
 
 
 def test_a_stride_that_is_given_is_kept() -> None:
