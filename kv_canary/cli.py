@@ -15,6 +15,7 @@ from kv_canary.backends import BACKENDS
 
 # Commands that live elsewhere: each is imported when it is asked for, as <module>.<name>.
 _ELSEWHERE = {
+    "bench": "kv_canary.bench.cli",
     "difftest": "kv_canary.difftest.cli",
     "doctor": "kv_canary.commands.doctor",
     "report": "kv_canary.commands.report",

@@ -1,0 +1,1 @@
+"""How fast the ops are, case by case, beside the floors that memory sets and beside a peer: `kv-canary bench`."""
