@@ -10,7 +10,6 @@ import triton.language as tl
 
 from kv_canary.constants import BAD_SLOT, HEAD_OF_CHAIN, STRIDE_BLOCK, UNCHECKED, Status
 
-
 BLOCK_REQUESTS = 256
 
 _BAD_SLOT = tl.constexpr(BAD_SLOT)
@@ -70,7 +69,9 @@ def batch_of(
     return Batch(rows, prefix_lens, extend_lens, strides, step, size, size.bit_length())
 
 
-def tables_of(req_to_token: torch.Tensor, lut: torch.Tensor | None, window: int, *, after_write: bool = False) -> Tables:
+def tables_of(
+    req_to_token: torch.Tensor, lut: torch.Tensor | None, window: int, *, after_write: bool = False
+) -> Tables:
     """Return what a kernel is told of the tables of a group."""
     num_rows, max_len = req_to_token.shape
     lut_len = 0 if lut is None else lut.shape[0]
@@ -137,6 +138,7 @@ def lay_out(
     owners_ptr,
     tables,
     capacity,
+    plans,
     # outputs
     entry_offsets_ptr,
     out_rows_ptr,
@@ -151,7 +153,11 @@ def lay_out(
     # constants
     BLOCK: tl.constexpr,
 ):
-    """One program: how many entries each request has, the write plan, and the status but for LUT_RANGE."""
+    """Find where each request's entries begin, and return how many there are, as far as they fit the capacity.
+
+    Several programs may do it at once, for what they leave is the same. One of them `plans`: it leaves the write plan
+    too, and the status but for LUT_RANGE.
+    """
     status = tl.zeros([BLOCK], dtype=tl.int32)
     entries = tl.zeros([1], dtype=tl.int64)
     tokens = tl.zeros([1], dtype=tl.int64)
@@ -165,7 +171,6 @@ def lay_out(
         row_ok = (row >= 0) & (row < tables.num_rows)
         extend_ok = (extend_in >= 0) & (extend_in <= 0x7FFFFFFF)
         lens_ok = (prefix_in >= 0) & (prefix_in <= tables.max_len) & extend_ok
-        status |= tl.where(inside & (row_ok == 0), _ROW_RANGE, 0) | tl.where(inside & (lens_ok == 0), _LENGTH_RANGE, 0)
         live = inside & row_ok & lens_ok & (row != 0)
         prefix = tl.where(live, prefix_in, 0)
         extend = tl.where(inside & extend_ok, extend_in, 0)
@@ -174,36 +179,85 @@ def lay_out(
         count = tl.maximum(prefix - start, 0)
         if batch.strides is not None:
             stride = tl.load(batch.strides + r, mask=inside, other=1)
-            _, kept, front, back, add_last = _kept_blocks(start, prefix, stride, tl.load(batch.step))
-            strided = kept * _STRIDE_BLOCK - front - back + add_last.to(tl.int64)
-            count = tl.where((count > 0) & (stride > 1), strided, count)
-        ends = entries + tl.cumsum(count, axis=0)
+            if tl.max(stride, axis=0) > 1:
+                _first, kept, front, back, last_alone = _kept_blocks(start, prefix, stride, tl.load(batch.step))
+                strided = kept * _STRIDE_BLOCK - front - back + last_alone.to(tl.int64)
+                count = tl.where((count > 0) & (stride > 1), strided, count)
         # entry_offsets and offsets have size + 1 elements
-        tl.store(entry_offsets_ptr + r + 1, ends, mask=inside)
-        tl.store(out_offsets_ptr + r + 1, tokens + tl.cumsum(extend, axis=0), mask=inside)
+        tl.store(entry_offsets_ptr + r + 1, entries + tl.cumsum(count, axis=0), mask=inside)
         entries += tl.sum(count, axis=0)
-        tokens += tl.sum(extend, axis=0)
-
-        seeded = live & (prefix > 0)
-        # seeded: 0 < row < num_rows, 0 <= prefix - 1 < max_len
-        seed, _ = look_up(tables, row, prefix - 1, seeded)
-        owner = row
-        if owners_ptr is not None:
-            owner = tl.load(owners_ptr + r, mask=inside, other=0)
-        # size <= capacity of the write plan, checked on the host
-        tl.store(out_rows_ptr + r, tl.where(live, row, 0), mask=inside)
-        tl.store(out_owners_ptr + r, owner, mask=inside)
-        tl.store(out_prefix_lens_ptr + r, prefix_in, mask=inside)
-        tl.store(out_seed_slots_ptr + r, tl.where(seeded, seed, _HEAD_OF_CHAIN), mask=inside)
+        if plans:
+            status |= tl.where(inside & (row_ok == 0), _ROW_RANGE, 0)
+            status |= tl.where(inside & (lens_ok == 0), _LENGTH_RANGE, 0)
+            tl.store(out_offsets_ptr + r + 1, tokens + tl.cumsum(extend, axis=0), mask=inside)
+            tokens += tl.sum(extend, axis=0)
+            seeded = live & (prefix > 0)
+            # seeded: 0 < row < num_rows, 0 <= prefix - 1 < max_len
+            seed, _bad = look_up(tables, row, prefix - 1, seeded)
+            owner = row
+            if owners_ptr is not None:
+                owner = tl.load(owners_ptr + r, mask=inside, other=0)
+            # size <= capacity of the write plan, checked on the host
+            tl.store(out_rows_ptr + r, tl.where(live, row, 0), mask=inside)
+            tl.store(out_owners_ptr + r, owner, mask=inside)
+            tl.store(out_prefix_lens_ptr + r, prefix_in, mask=inside)
+            tl.store(out_seed_slots_ptr + r, tl.where(seeded, seed, _HEAD_OF_CHAIN), mask=inside)
     requested = tl.sum(entries, axis=0)
     tl.store(entry_offsets_ptr, 0)
-    tl.store(out_offsets_ptr, 0)
-    tl.store(num_requests_ptr, batch.size)
-    tl.store(num_requested_ptr, requested)
-    tl.store(num_valid_ptr, tl.minimum(requested, capacity).to(tl.int32))
-    bits = tl.where(requested > capacity, _OVERFLOW, 0)
-    bits |= tl.max(status & _ROW_RANGE, axis=0) | tl.max(status & _LENGTH_RANGE, axis=0)
-    tl.store(status_ptr, bits)
+    if plans:
+        tl.store(out_offsets_ptr, 0)
+        tl.store(num_requests_ptr, batch.size)
+        tl.store(num_requested_ptr, requested)
+        tl.store(num_valid_ptr, tl.minimum(requested, capacity).to(tl.int32))
+        bits = tl.where(requested > capacity, _OVERFLOW, 0)
+        bits |= tl.max(status & _ROW_RANGE, axis=0) | tl.max(status & _LENGTH_RANGE, axis=0)
+        tl.store(status_ptr, bits)
+    return tl.minimum(requested, capacity)
+
+
+@triton.jit
+def lay_out_alone(
+    # inputs
+    batch,
+    owners_ptr,
+    tables,
+    capacity,
+    # outputs
+    entry_offsets_ptr,
+    out_rows_ptr,
+    out_owners_ptr,
+    out_offsets_ptr,
+    out_prefix_lens_ptr,
+    out_seed_slots_ptr,
+    num_requests_ptr,
+    num_valid_ptr,
+    num_requested_ptr,
+    status_ptr,
+    # constants
+    BLOCK: tl.constexpr,
+):
+    """`lay_out` as a launch of its own, of one program, before those that find the entries."""
+    lay_out(
+        # inputs
+        batch,
+        owners_ptr,
+        tables,
+        capacity,
+        True,
+        # outputs
+        entry_offsets_ptr,
+        out_rows_ptr,
+        out_owners_ptr,
+        out_offsets_ptr,
+        out_prefix_lens_ptr,
+        out_seed_slots_ptr,
+        num_requests_ptr,
+        num_valid_ptr,
+        num_requested_ptr,
+        status_ptr,
+        # constants
+        BLOCK,
+    )
 
 
 @triton.jit
@@ -231,11 +285,13 @@ def find_entries(batch, tables, tokens, entry_offsets_ptr, entry, valid):
     position = start + k
     if batch.strides is not None:
         stride = tl.load(batch.strides + r, mask=valid, other=1)
-        kept_first, kept, front, back, _ = _kept_blocks(start, prefix, stride, tl.load(batch.step))
-        nth = k + front
-        in_blocks = (kept_first + nth // _STRIDE_BLOCK * stride) * _STRIDE_BLOCK + nth % _STRIDE_BLOCK
-        strided = tl.where(nth < kept * _STRIDE_BLOCK - back, in_blocks, prefix - 1)
-        position = tl.where(stride > 1, strided, position)
+        # Divisions, which most batches do without.
+        if tl.max(stride, axis=0) > 1:
+            kept_first, kept, front, back, _alone = _kept_blocks(start, prefix, stride, tl.load(batch.step))
+            nth = k + front
+            in_blocks = (kept_first + nth // _STRIDE_BLOCK * stride) * _STRIDE_BLOCK + nth % _STRIDE_BLOCK
+            strided = tl.where(nth < kept * _STRIDE_BLOCK - back, in_blocks, prefix - 1)
+            position = tl.where(stride > 1, strided, position)
 
     # valid: 0 <= start <= position < prefix <= max_len
     slot, lut_bad = look_up(tables, row, position, valid)

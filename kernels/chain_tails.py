@@ -1,4 +1,4 @@
-"""chain_tails: the Triton kernel. One program per request, which takes a tile of its tokens at a time."""
+"""chain_tails: the Triton kernel. One program per request, whose lanes advance over every so-manyth of its tokens."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_canary.constants import ANCHOR, Status
-from kv_canary.kernels.hashing import as_i64, as_u64, chain_scale, chain_terms, identity
+from kv_canary.constants import ANCHOR
+from kv_canary.kernels.hashing import as_i64, as_u64, chain_scale, identity, mix
+from kv_canary.kernels.reporting import store_status
 
-TILE_TOKENS = 1024
+# Tokens that a lane takes at a time, and most lanes of a program.
+LANE_TOKENS = 8
+MAX_LANES = 512
 
 _ANCHOR = tl.constexpr(ANCHOR)
-_ROW_RANGE = tl.constexpr(int(Status.ROW_RANGE))
-_LENGTH_RANGE = tl.constexpr(int(Status.LENGTH_RANGE))
 
 
 @triton.jit
@@ -25,45 +26,50 @@ def _chain_tails(
     rows_ptr,
     starts_ptr,
     anchors_ptr,
+    bs,
     num_rows,
     # outputs
     tails_ptr,
     status_ptr,
     # constants
-    TILE: tl.constexpr,
-    TILE_BITS: tl.constexpr,
+    LANES: tl.constexpr,
+    LANE_BITS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
     r = tl.program_id(0).to(tl.int64)
+    if r == bs:
+        store_status(rows_ptr, starts_ptr, bs, num_rows, status_ptr)
+        return
     # r < bs; offsets have bs + 1 elements
     row = tl.load(rows_ptr + r)
     start = tl.load(starts_ptr + r)
     begin = tl.load(offsets_ptr + r)
     end = tl.load(offsets_ptr + r + 1)
-    row_ok = (row >= 0) & (row < num_rows)
-    if row_ok == 0:
-        tl.atomic_or(status_ptr, _ROW_RANGE)
-    if start < 0:
-        tl.atomic_or(status_ptr, _LENGTH_RANGE)
-    if row_ok & (row > 0) & (start >= 0):
+    if (row > 0) & (row < num_rows) & (start >= 0):
         # 0 < row < num_rows
         tail = tl.load(tails_ptr + row)
         anchor = tail - tail + _ANCHOR
         if anchors_ptr is not None:
             anchor = tl.load(anchors_ptr + row)
         chain = as_u64(tl.where(start == 0, anchor, tail))
-        # 0 <= first <= total whatever the offsets hold.
+        # 0 <= first <= last <= total whatever the offsets hold.
         first = tl.minimum(tl.maximum(begin, 0), total)
-        last = tl.minimum(end, total)
-        lane = tl.arange(0, TILE).to(tl.int64)
-        for at in range(first, last, TILE):
-            j = at + lane
-            live = j < last
-            # live: 0 <= first <= j < last <= total
-            token = tl.load(flat_ptr + j, mask=live, other=0)
-            terms = chain_terms(identity(token, start + (j - begin)), lane, live, TILE_BITS)
-            count = tl.minimum(last - at, TILE)
-            scale = tl.max(chain_scale(tl.zeros([1], tl.int64) + count, TILE_BITS), axis=0)
-            chain = scale * (chain + tl.sum(terms, axis=0))
+        last = tl.maximum(tl.minimum(end, total), first)
+        # Each lane's share of the chain, of every LANES-th token; the last step ends at the last token.
+        lane = tl.arange(0, LANES).to(tl.int64)
+        share = tl.zeros([LANES], tl.uint64)
+        stride = chain_scale(tl.full([1], LANES, tl.int64), LANE_BITS + 1)
+        steps = (last - first + LANES * TOKENS - 1) // (LANES * TOKENS)
+        for at in range(last - steps * (LANES * TOKENS), last, LANES * TOKENS):
+            for nth in tl.static_range(TOKENS):
+                j = at + nth * LANES + lane
+                # at least first: 0 <= j < last <= total
+                token = tl.load(flat_ptr + j, mask=j >= first, other=0)
+                term = tl.where(j >= first, mix(identity(token, start + (j - begin))), 0)
+                share = share * stride + term
+        shares = tl.sum(share * chain_scale(LANES - 1 - lane, LANE_BITS), axis=0)
+        length = tl.zeros([1], tl.int64) + (last - first)
+        chain = tl.max(chain_scale(length, 32), axis=0) * chain + shares
         tl.store(tails_ptr + row, as_i64(chain))
 
 
@@ -78,23 +84,28 @@ def chain_tails(
     status: torch.Tensor,
 ) -> None:
     """Advance each row's chain over the request's own tokens; see specs/chain_tails.py."""
-    bs = rows.shape[0]
-    status.zero_()
+    bs, total = rows.shape[0], flat.shape[0]
     if bs == 0:
+        status.zero_()
         return
-    _chain_tails[(bs,)](
+    # As many lanes as one request may need that has all tokens: those of many may be shared out unevenly.
+    lanes = min(MAX_LANES, max(32, triton.next_power_of_2(triton.cdiv(total, LANE_TOKENS))))
+    _chain_tails[(bs + 1,)](
         # inputs
         flat,
-        flat.shape[0],
+        total,
         offsets,
         rows,
         starts,
         anchors,
+        bs,
         tails.shape[0],
         # outputs
         tails,
         status,
         # constants
-        TILE=TILE_TOKENS,
-        TILE_BITS=TILE_TOKENS.bit_length(),
+        LANES=lanes,
+        LANE_BITS=lanes.bit_length() - 1,
+        TOKENS=LANE_TOKENS,
+        num_warps=lanes // 32,
     )

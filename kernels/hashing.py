@@ -70,15 +70,12 @@ def _power(base: tl.constexpr, exponent, BITS: tl.constexpr):
 
 
 @triton.jit
-def chain_terms(ident, lane, valid, BITS: tl.constexpr):
-    """What each token of a tile adds to the tile's chain sum: m(j) * M**-(j+1), 0 for lanes that are not valid.
-
-    BITS: enough for lane + 1.
-    """
-    return tl.where(valid, mix(ident) * _power(_M_INVERSE, lane + 1, BITS), 0)
+def chain_scale(count, BITS: tl.constexpr):
+    """M ** count, elementwise, for 0 <= count < 2**BITS."""
+    return _power(_M, count, BITS)
 
 
 @triton.jit
-def chain_scale(count, BITS: tl.constexpr):
-    """M ** count: chain = chain_scale(n) * (chain before the tile + sum of its first n terms)."""
-    return _power(_M, count, BITS)
+def chain_inverse(count, BITS: tl.constexpr):
+    """M ** -count, elementwise, for 0 <= count < 2**BITS."""
+    return _power(_M_INVERSE, count, BITS)

@@ -7,8 +7,12 @@ import functools
 import torch
 
 # Programs per multiprocessor of a persistent grid, and the grid of the interpreter, where a program costs about 1 ms.
-PROGRAMS_PER_SM = 16
+PROGRAMS_PER_SM = 64
 INTERPRETER_PROGRAMS = 3
+# Lanes of work that one program takes on where that saves a launch. Fewer in the interpreter, so that batches of a size
+# that it can take go both ways.
+ONE_PROGRAM_LANES = 1024
+INTERPRETER_LANES = 64
 
 
 @functools.cache
@@ -22,3 +26,8 @@ def max_programs(device: torch.device) -> int:
 def persistent_grid(num_tiles: int, device: torch.device) -> tuple[int]:
     """Return the grid of a kernel that loops over up to `num_tiles` tiles."""
     return (max(1, min(num_tiles, max_programs(device))),)
+
+
+def one_program_lanes(device: torch.device) -> int:
+    """Return how many lanes of work one program takes on where that saves a launch."""
+    return ONE_PROGRAM_LANES if device.type == "cuda" else INTERPRETER_LANES

@@ -1,4 +1,4 @@
-"""move: the Triton kernels. The first reads every source, the second stores, so that slots may trade places."""
+"""move: the Triton kernels. Every source is read before anything is stored, so that slots may trade places."""
 
 from __future__ import annotations
 
@@ -7,47 +7,60 @@ import triton
 import triton.language as tl
 
 from kv_canary.kernels.hashing import as_i64, writer_word
-from kv_canary.kernels.launching import persistent_grid
+from kv_canary.kernels.launching import one_program_lanes, persistent_grid
+from kv_canary.kernels.records import load_record, records_of, store_record
 
-BLOCK_SLOTS = 256
-
-
-@triton.jit
-def _stage(src_ptr, n, owner, step_ptr, records_ptr, record_stride, num_slots, staged_ptr, BLOCK: tl.constexpr):
-    pid = tl.program_id(0).to(tl.int64)
-    writer_now = as_i64(writer_word(tl.load(step_ptr), tl.zeros([BLOCK], tl.int64) + owner))
-    for first in range(pid * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        inside = i < n
-        # i < n
-        slot = tl.load(src_ptr + i, mask=inside, other=0)
-        readable = inside & (slot > 0) & (slot < num_slots)
-        record_ptr = records_ptr + slot * record_stride
-        # readable: 0 < slot < num_slots
-        ident = tl.load(record_ptr, mask=readable, other=0)
-        chain = tl.load(record_ptr + 1, mask=readable, other=0)
-        kv = tl.load(record_ptr + 2, mask=readable, other=0)
-        writer = tl.load(record_ptr + 3, mask=readable, other=0)
-        alive = ((ident | chain | kv | writer) != 0) & (writer >= 0)
-        tl.store(staged_ptr + i * 4, tl.where(alive, ident, 0), mask=inside)
-        tl.store(staged_ptr + i * 4 + 1, tl.where(alive, chain, 0), mask=inside)
-        tl.store(staged_ptr + i * 4 + 2, tl.where(alive, kv, 0), mask=inside)
-        tl.store(staged_ptr + i * 4 + 3, tl.where(alive, writer_now, 0), mask=inside)
+BLOCK_SLOTS = 128
 
 
 @triton.jit
-def _land(dst_ptr, n, staged_ptr, records_ptr, record_stride, num_slots, BLOCK: tl.constexpr):
+def _read(src_ptr, i, inside, owner, step_ptr, records):
+    """The four words that the destination of each move `inside` gets."""
+    # inside: i < n
+    slot = tl.load(src_ptr + i, mask=inside, other=0)
+    # 0 < slot < num_slots
+    ident, chain, kv, writer = load_record(records, slot, inside & (slot > 0) & (slot < records.num_slots))
+    alive = ((ident | chain | kv | writer) != 0) & (writer >= 0)
+    writer_now = as_i64(writer_word(tl.load(step_ptr), tl.cast(owner, tl.int64)))
+    return tl.where(alive, ident, 0), tl.where(alive, chain, 0), tl.where(alive, kv, 0), tl.where(alive, writer_now, 0)
+
+
+@triton.jit
+def _move_at_once(src_ptr, dst_ptr, n, owner, step_ptr, records, BLOCK: tl.constexpr):
+    """One program, for at most BLOCK moves."""
+    i = tl.arange(0, BLOCK).to(tl.int64)
+    inside = i < n
+    ident, chain, kv, writer = _read(src_ptr, i, inside, owner, step_ptr, records)
+    # inside: i < n
+    slot = tl.load(dst_ptr + i, mask=inside, other=0)
+    # Every thread has read what another one may store.
+    tl.debug_barrier()
+    # 0 < slot < num_slots
+    store_record(records, slot, ident, chain, kv, writer, inside & (slot > 0) & (slot < records.num_slots))
+
+
+@triton.jit
+def _stage(src_ptr, n, owner, step_ptr, records, staged, BLOCK: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     for first in range(pid * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
         i = first + tl.arange(0, BLOCK)
         inside = i < n
-        # i < n
+        ident, chain, kv, writer = _read(src_ptr, i, inside, owner, step_ptr, records)
+        # inside: i < n
+        store_record(staged, i, ident, chain, kv, writer, inside)
+
+
+@triton.jit
+def _land(dst_ptr, n, staged, records, BLOCK: tl.constexpr):
+    pid = tl.program_id(0).to(tl.int64)
+    for first in range(pid * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        inside = i < n
+        # inside: i < n
         slot = tl.load(dst_ptr + i, mask=inside, other=0)
-        writable = inside & (slot > 0) & (slot < num_slots)
-        for word in tl.static_range(4):
-            # writable: 0 < slot < num_slots
-            value = tl.load(staged_ptr + i * 4 + word, mask=writable, other=0)
-            tl.store(records_ptr + slot * record_stride + word, value, mask=writable)
+        ident, chain, kv, writer = load_record(staged, i, inside)
+        # 0 < slot < num_slots
+        store_record(records, slot, ident, chain, kv, writer, inside & (slot > 0) & (slot < records.num_slots))
 
 
 def move(
@@ -65,6 +78,9 @@ def move(
         return
     grid = persistent_grid(triton.cdiv(n, BLOCK_SLOTS), src.device)
     for buffer in records:
-        num_slots, stride = buffer.shape[0], buffer.stride(0)
-        _stage[grid](src, n, owner, step, buffer, stride, num_slots, staged, BLOCK=BLOCK_SLOTS)
-        _land[grid](dst, n, staged, buffer, stride, num_slots, BLOCK=BLOCK_SLOTS)
+        if n <= one_program_lanes(src.device):
+            lanes = max(32, triton.next_power_of_2(n))
+            _move_at_once[(1,)](src, dst, n, owner, step, records_of(buffer), BLOCK=lanes, num_warps=lanes // 32)
+        else:
+            _stage[grid](src, n, owner, step, records_of(buffer), records_of(staged), BLOCK=BLOCK_SLOTS)
+            _land[grid](dst, n, records_of(staged), records_of(buffer), BLOCK=BLOCK_SLOTS)

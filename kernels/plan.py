@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kv_canary.constants import Status
-from kv_canary.kernels.batches import BLOCK_REQUESTS, batch_of, find_entries, lay_out, tables_of, tokens_of
+from kv_canary.kernels.batches import BLOCK_REQUESTS, batch_of, find_entries, lay_out_alone, tables_of, tokens_of
 from kv_canary.kernels.launching import persistent_grid
 from kv_canary.specs.structures import VerifyPlan, WritePlan
 
@@ -76,7 +76,7 @@ def plan(
     capacity = verify_plan.slots.shape[0]
     batch = batch_of(rows, prefix_lens, extend_lens, strides, step)
     tables = tables_of(req_to_token, lut, window, after_write=after_write)
-    lay_out[(1,)](
+    lay_out_alone[(1,)](
         # inputs
         batch,
         owners,

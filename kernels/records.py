@@ -46,3 +46,11 @@ def load_record(records, slot, valid):
     ident, chain = tl.split(tl.load(address, mask=valid[:, None], other=0))
     kv, writer = tl.split(tl.load(address + 2, mask=valid[:, None], other=0))
     return ident, chain, kv, writer
+
+
+@triton.jit
+def store_record(records, slot, ident, chain, kv, writer, valid):
+    """Store each valid slot's record, by stores of 16 bytes; valid: only where 0 <= slot < num_slots."""
+    address = record_address(records, slot)[:, None] + tl.arange(0, 2)[None, :]
+    tl.store(address, tl.join(ident, chain), mask=valid[:, None])
+    tl.store(address + 2, tl.join(kv, writer), mask=valid[:, None])

@@ -8,24 +8,24 @@ import triton.language as tl
 
 from kv_canary.kernels.hashing import as_i64, writer_word
 from kv_canary.kernels.launching import persistent_grid
+from kv_canary.kernels.records import load_record, record_address, records_of
 
-BLOCK_SLOTS = 256
+BLOCK_SLOTS = 128
 
 
 @triton.jit
-def _retire(slots_ptr, n, owner, step_ptr, records_ptr, record_stride, num_slots, BLOCK: tl.constexpr):
+def _retire(slots_ptr, n, owner, step_ptr, records, BLOCK: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
-    retired = writer_word(tl.load(step_ptr), tl.zeros([BLOCK], tl.int64) + owner) | 0x8000000000000000
+    retired = as_i64(writer_word(tl.load(step_ptr), tl.cast(owner, tl.int64)) | 0x8000000000000000)
     for first in range(pid * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
         i = first + tl.arange(0, BLOCK)
         # i < n
         slot = tl.load(slots_ptr + i, mask=i < n, other=0)
-        readable = (i < n) & (slot > 0) & (slot < num_slots)
-        record_ptr = records_ptr + slot * record_stride
+        readable = (i < n) & (slot > 0) & (slot < records.num_slots)
         # readable: 0 < slot < num_slots
-        any_bits = tl.load(record_ptr, mask=readable, other=0) | tl.load(record_ptr + 1, mask=readable, other=0)
-        any_bits |= tl.load(record_ptr + 2, mask=readable, other=0) | tl.load(record_ptr + 3, mask=readable, other=0)
-        tl.store(record_ptr + 3, as_i64(retired), mask=readable & (any_bits != 0))
+        ident, chain, kv, writer = load_record(records, slot, readable)
+        written = (ident | chain | kv | writer) != 0
+        tl.store(record_address(records, slot) + 3, retired, mask=readable & written)
 
 
 def retire(*, slots: torch.Tensor, owner: int, step: torch.Tensor, records: tuple[torch.Tensor, ...]) -> None:
@@ -35,4 +35,4 @@ def retire(*, slots: torch.Tensor, owner: int, step: torch.Tensor, records: tupl
         return
     grid = persistent_grid(triton.cdiv(n, BLOCK_SLOTS), slots.device)
     for buffer in records:
-        _retire[grid](slots, n, owner, step, buffer, buffer.stride(0), buffer.shape[0], BLOCK=BLOCK_SLOTS)
+        _retire[grid](slots, n, owner, step, records_of(buffer), BLOCK=BLOCK_SLOTS)

@@ -6,12 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_canary.constants import Status
 from kv_canary.kernels.launching import max_programs
+from kv_canary.kernels.reporting import store_status
 
 BLOCK_TOKENS = 512
-
-_ROW_RANGE = tl.constexpr(int(Status.ROW_RANGE))
 
 
 @triton.jit
@@ -22,6 +20,7 @@ def _scatter(
     offsets_ptr,
     rows_ptr,
     starts_ptr,
+    bs,
     num_rows,
     max_len,
     # outputs
@@ -33,6 +32,10 @@ def _scatter(
 ):
     r = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1).to(tl.int64)
+    if r == bs:
+        if part == 0:
+            store_status(rows_ptr, None, bs, num_rows, status_ptr)
+        return
     # r < bs; offsets have bs + 1 elements
     row = tl.load(rows_ptr + r)
     begin = tl.load(offsets_ptr + r)
@@ -40,10 +43,7 @@ def _scatter(
     start = row - row
     if starts_ptr is not None:
         start = tl.load(starts_ptr + r)
-    row_ok = (row >= 0) & (row < num_rows)
-    if (part == 0) & (row_ok == 0):
-        tl.atomic_or(status_ptr, _ROW_RANGE)
-    if row_ok & (row > 0) & (start >= 0) & (start < max_len):
+    if (row > 0) & (row < num_rows) & (start >= 0) & (start < max_len):
         # 0 <= first <= total whatever the offsets hold, so that first + part * BLOCK cannot wrap.
         first = tl.minimum(tl.maximum(begin, 0), total)
         last = tl.minimum(end, total)
@@ -68,18 +68,21 @@ def scatter_token_ids(
 ) -> None:
     """Put each request's new tokens into its row of the token pool; see specs/scatter_token_ids.py."""
     bs, total = rows.shape[0], flat.shape[0]
-    status.zero_()
     if bs == 0:
+        status.zero_()
         return
-    parts = min(triton.cdiv(max(total, 1), BLOCK_TOKENS), max(1, max_programs(flat.device) // bs))
     num_rows, max_len = pool.shape
-    _scatter[(bs, parts)](
+    # Parts of a row that its tokens may fill, as long as there are programs for them; and one for the status.
+    parts = triton.cdiv(max(1, min(total, max_len)), BLOCK_TOKENS)
+    parts = min(parts, max(1, max_programs(flat.device) // bs))
+    _scatter[(bs + 1, parts)](
         # inputs
         flat,
         total,
         offsets,
         rows,
         starts,
+        bs,
         num_rows,
         max_len,
         # outputs

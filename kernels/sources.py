@@ -10,7 +10,7 @@ import triton.language as tl
 from kv_canary.kernels.hashing import as_u64, mix
 from kv_canary.specs.structures import KvSource
 
-# Widest tile of words that one step of a fingerprint takes.
+# Words that one step of a fingerprint takes, unless a kernel has room for more.
 MAX_BLOCK_WORDS = 32
 
 
@@ -37,12 +37,12 @@ class Source(NamedTuple):
     ONE_STEP: Any
 
 
-def source_of(source: KvSource | None) -> Source | None:
-    """Return what a kernel is told of `source`."""
+def source_of(source: KvSource | None, *, max_words: int = MAX_BLOCK_WORDS) -> Source | None:
+    """Return what a kernel is told of `source`, of which it takes at most `max_words` a step, a power of two."""
     if source is None:
         return None
-    covered = min(source.read_bytes, source.bytes_per_token)
-    block_words = min(MAX_BLOCK_WORDS, triton.next_power_of_2(-(-covered // 8)))
+    covered = covered_bytes(source)
+    block_words = min(max_words, triton.next_power_of_2(-(-covered // 8)))
     whole_steps = covered % (8 * block_words) == 0 and source.bytes_per_token % covered == 0
     return Source(
         table=source.table,
@@ -62,6 +62,11 @@ def source_of(source: KvSource | None) -> Source | None:
     )
 
 
+def covered_bytes(source: KvSource | None) -> int:
+    """Return how many bytes of a token are fingerprinted."""
+    return 0 if source is None else min(source.read_bytes, source.bytes_per_token)
+
+
 @triton.jit
 def in_source(source, slot):
     """Whether each slot lies inside the source; everything lies inside none."""
@@ -74,7 +79,7 @@ def in_source(source, slot):
 
 @triton.jit
 def fingerprint(source, slot, position, valid):
-    """The 32-bit fingerprint, uint64, of each valid lane's K or V bytes, as covered at its position; 0 without a source.
+    """The 32-bit fingerprint, uint64, of each valid lane's K or V bytes as covered at its position; 0 without a source.
 
     slot must lie inside the source where `valid`; position is in [0, 2**32).
     """

@@ -1,4 +1,7 @@
-"""verify_prefixes: the Triton kernels. One program lays out the requests, then many find and check the entries."""
+"""verify_prefixes: the Triton kernels. Many programs find and check the entries.
+
+Where the requests are few, each of them lays out the batch for itself; else, one does so in a launch before.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,24 @@ import triton
 import triton.language as tl
 
 from kv_canary.constants import RESOLVED_WORDS, Status
-from kv_canary.kernels.batches import BLOCK_REQUESTS, batch_of, find_entries, lay_out, tables_of, tokens_of
+from kv_canary.kernels.batches import (
+    BLOCK_REQUESTS,
+    batch_of,
+    find_entries,
+    lay_out,
+    lay_out_alone,
+    tables_of,
+    tokens_of,
+)
 from kv_canary.kernels.checking import BLOCK_ENTRIES, check_entries
 from kv_canary.kernels.launching import persistent_grid
 from kv_canary.kernels.records import records_of
 from kv_canary.kernels.sources import source_of
 from kv_canary.specs.structures import Endpoint, ResolvedSlots, ViolationLog, WritePlan
+
+PER_WARP, OPTIONS = 32, {}
+# Requests that every program lays out for itself.
+MOST_REQUESTS = 1024
 
 _LUT_RANGE = tl.constexpr(int(Status.LUT_RANGE))
 _WORDS = tl.constexpr(RESOLVED_WORDS)
@@ -23,10 +38,10 @@ _INT32_MAX = tl.constexpr((1 << 31) - 1)
 def _verify_prefixes(
     # inputs
     batch,
+    owners_ptr,
     tables,
     tokens,
-    entry_offsets_ptr,
-    num_valid_ptr,
+    capacity,
     records,
     k_source,
     v_source,
@@ -34,6 +49,15 @@ def _verify_prefixes(
     num_anchors,
     step_ptr,
     # outputs
+    entry_offsets_ptr,
+    out_rows_ptr,
+    out_owners_ptr,
+    out_offsets_ptr,
+    out_prefix_lens_ptr,
+    out_seed_slots_ptr,
+    num_requests_ptr,
+    num_valid_ptr,
+    num_requested_ptr,
     entries_ptr,
     status_ptr,
     ring_ptr,
@@ -43,11 +67,39 @@ def _verify_prefixes(
     # constants
     TAG: tl.constexpr,
     TRACK_LIFETIME: tl.constexpr,
+    LAYS_OUT: tl.constexpr,
+    BLOCK_REQUESTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    n = tl.load(num_valid_ptr).to(tl.int64)
-    step = tl.load(step_ptr)
     pid = tl.program_id(0).to(tl.int64)
+    if LAYS_OUT:
+        n = lay_out(
+            # inputs
+            batch,
+            owners_ptr,
+            tables,
+            capacity,
+            # The last program, which has no entries of its own where there are as many as tiles.
+            pid == tl.num_programs(0) - 1,
+            # outputs
+            entry_offsets_ptr,
+            out_rows_ptr,
+            out_owners_ptr,
+            out_offsets_ptr,
+            out_prefix_lens_ptr,
+            out_seed_slots_ptr,
+            num_requests_ptr,
+            num_valid_ptr,
+            num_requested_ptr,
+            status_ptr,
+            # constants
+            BLOCK_REQUESTS,
+        )
+        # Its own threads read what this program has stored.
+        tl.debug_barrier()
+    else:
+        n = tl.load(num_valid_ptr).to(tl.int64)
+    step = tl.load(step_ptr)
     if pid == 0:
         tl.atomic_add(counters_ptr + TAG * 2, 1)
         tl.atomic_add(counters_ptr + TAG * 2 + 1, n)
@@ -120,13 +172,7 @@ def verify_prefixes(
     capacity = resolved.entries.shape[0]
     batch = batch_of(rows, prefix_lens, extend_lens, strides, step)
     tables = tables_of(req_to_token, lut, window)
-    lay_out[(1,)](
-        # inputs
-        batch,
-        owners,
-        tables,
-        capacity,
-        # outputs
+    plan_arguments = (
         entry_offsets,
         write_plan.rows,
         write_plan.owners,
@@ -136,18 +182,19 @@ def verify_prefixes(
         write_plan.num_requests,
         resolved.num_valid,
         resolved.num_requested,
-        status,
-        # constants
-        BLOCK=BLOCK_REQUESTS,
     )
-    grid = persistent_grid(triton.cdiv(capacity, BLOCK_ENTRIES), rows.device)
-    _verify_prefixes[grid](
+    # The status has one writer then: with a LUT, all programs may add to it.
+    lays_out = batch.size <= MOST_REQUESTS and lut is None
+    if not lays_out:
+        lay_out_alone[(1,)](batch, owners, tables, capacity, *plan_arguments, status, BLOCK=BLOCK_REQUESTS)
+    (programs,) = persistent_grid(triton.cdiv(capacity, BLOCK_ENTRIES), rows.device)
+    _verify_prefixes[(programs + lays_out,)](
         # inputs
         batch,
+        owners,
         tables,
         tokens_of(expected_tokens, expected_lens, token_offset),
-        entry_offsets,
-        resolved.num_valid,
+        capacity,
         records_of(endpoint.records),
         source_of(endpoint.k_source),
         source_of(endpoint.v_source),
@@ -155,6 +202,7 @@ def verify_prefixes(
         0 if anchors is None else anchors.shape[0],
         step,
         # outputs
+        *plan_arguments,
         resolved.entries,
         status,
         violations.ring,
@@ -164,6 +212,9 @@ def verify_prefixes(
         # constants
         TAG=int(endpoint.tag),
         TRACK_LIFETIME=track_lifetime,
+        LAYS_OUT=lays_out,
+        BLOCK_REQUESTS=BLOCK_REQUESTS,
         BLOCK=BLOCK_ENTRIES,
-        num_warps=BLOCK_ENTRIES // 32,
+        num_warps=BLOCK_ENTRIES // PER_WARP,
+        **OPTIONS,
     )

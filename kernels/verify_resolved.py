@@ -14,6 +14,7 @@ from kv_canary.kernels.records import records_of
 from kv_canary.kernels.sources import source_of
 from kv_canary.specs.structures import Endpoint, ResolvedSlots, ViolationLog
 
+PER_WARP, OPTIONS = 32, {}
 _WORDS = tl.constexpr(RESOLVED_WORDS)
 
 
@@ -127,5 +128,6 @@ def verify_resolved(
         TAG=int(endpoint.tag),
         TRACK_LIFETIME=track_lifetime,
         BLOCK=BLOCK_ENTRIES,
-        num_warps=BLOCK_ENTRIES // 32,
+        num_warps=BLOCK_ENTRIES // PER_WARP,
+        **OPTIONS,
     )

@@ -1,249 +1,466 @@
-"""write: the Triton kernels. The first reads every seed and sums up chain tiles; the second stores the records."""
+"""write: the Triton kernels. A small batch takes one program; else one kernel reads every seed, and a second stores.
+
+Work is laid out request by request: a tile is a run of tokens of the requests that are written, wherever in the flat
+inputs they stand, so that a long chunk and many requests of one token fill tiles alike.
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from kv_canary.constants import OWNER_MASK, Reason
-from kv_canary.kernels.hashing import (
-    as_i64,
-    as_u64,
-    chain_scale,
-    chain_terms,
-    identity,
-    writer_word,
-)
-from kv_canary.kernels.launching import max_programs
-from kv_canary.kernels.records import load_record, record_address, records_of
-from kv_canary.kernels.reporting import claim_rows
-from kv_canary.kernels.sources import fingerprint, in_source, source_of
+from kv_canary.constants import CHAIN_MULTIPLIER, OWNER_MASK, Reason
+from kv_canary.kernels.hashing import as_i64, as_u64, chain_inverse, chain_scale, identity, mix, writer_word
+from kv_canary.kernels.launching import one_program_lanes, persistent_grid
+from kv_canary.kernels.records import load_record, record_address, records_of, store_record
+from kv_canary.kernels.reporting import log_of, report
+from kv_canary.kernels.sources import MAX_BLOCK_WORDS, covered_bytes, fingerprint, in_source, source_of
 from kv_canary.specs.structures import Endpoint, ViolationLog, WritePlan
 from kv_canary.specs.write import TILE_TOKENS
+
+# Bytes that one program fingerprints.
+ONE_PROGRAM_BYTES = 1 << 17
+# A tile has a token for each thread, unless more bytes than these are fingerprinted of each.
+NARROW_BYTES = 256
+NARROW_TILE = 128
+WIDE_WORDS = 64
+WIDE_REGISTERS = 128
+# Requests that a program lays out at a time.
+MAX_REQUESTS = 1024
 
 _OWNER_MASK = tl.constexpr(OWNER_MASK)
 _WRITE_TOKEN = tl.constexpr(int(Reason.WRITE_TOKEN))
 _WRITE_POSITION = tl.constexpr(int(Reason.WRITE_POSITION))
 _SLOT_RANGE = tl.constexpr(int(Reason.SLOT_RANGE))
 _OVERWRITE = tl.constexpr(int(Reason.OVERWRITE))
+_M = tl.constexpr(CHAIN_MULTIPLIER)
 _PREFIX = tl.constexpr(int(Reason.PREFIX))
 
 
-@triton.jit
-def _segment(r, rows_ptr, offsets_ptr, num_requests_ptr, capacity, num_rows, num_tokens):
-    """The row of request r, the token its segment begins at, and the tokens [first, last) of it that exist.
+class Plan(NamedTuple):
+    """What a kernel is told of a `WritePlan`."""
 
-    Empty where the request is past the plan or padding, or its row is out of range.
+    rows: Any
+    owners: Any
+    offsets: Any
+    prefix_lens: Any
+    seed_slots: Any
+    num_requests: Any
+    capacity: Any
+
+
+class Inputs(NamedTuple):
+    """What a kernel is told of the tokens of a forward, and of the rows that they belong to."""
+
+    tokens: Any
+    positions: Any
+    slots: Any
+    expected: Any
+    size: Any
+    tails: Any
+    num_rows: Any
+    step: Any
+    check_positions: Any
+
+
+@triton.jit
+def _lay_out(plan, inputs, first, n, REQUESTS: tl.constexpr):
+    """Of requests [first, first + REQUESTS): row, first token, tokens, tokens of these requests before, and of all.
+
+    Those past the first n of the plan, padding and rows out of range have no tokens.
     """
-    n = tl.minimum(tl.maximum(tl.load(num_requests_ptr), 0).to(tl.int64), capacity)
-    planned = r < n
-    # r < n <= capacity; offsets have capacity + 1 elements
-    row = tl.load(rows_ptr + r, mask=planned, other=0)
-    begin = tl.load(offsets_ptr + r, mask=planned, other=0)
-    end = tl.load(offsets_ptr + r + 1, mask=planned, other=0)
-    live = planned & (row > 0) & (row < num_rows)
-    # 0 <= first <= last <= num_tokens whatever the offsets hold, so that last - first cannot wrap.
-    first = tl.minimum(tl.maximum(begin, 0), num_tokens)
-    last = tl.where(live, tl.maximum(tl.minimum(end, num_tokens), first), first)
-    return row, begin, first, last
+    r = first + tl.arange(0, REQUESTS).to(tl.int64)
+    # r < capacity; offsets have capacity + 1 elements
+    held = r < plan.capacity
+    row = tl.load(plan.rows + r, mask=held, other=0)
+    begin = tl.load(plan.offsets + r, mask=held, other=0)
+    end = tl.load(plan.offsets + r + 1, mask=held, other=0)
+    live = (r < n) & (row > 0) & (row < inputs.num_rows)
+    # 0 <= token <= token + count <= size whatever the offsets hold, so that no difference wraps.
+    token = tl.minimum(tl.maximum(begin, 0), inputs.size)
+    count = tl.where(live, tl.maximum(tl.minimum(end, inputs.size), token) - token, 0)
+    return row, token, count, tl.cumsum(count, axis=0) - count, tl.sum(count, axis=0)
+
+
+@triton.jit
+def _read_seeds(plan, inputs, records, first, row, count, REQUESTS: tl.constexpr):
+    """Of requests [first, first + REQUESTS): prefix, seed slot, its record, the row's tail, and where both disagree."""
+    r = first + tl.arange(0, REQUESTS).to(tl.int64)
+    # r < capacity
+    held = r < plan.capacity
+    prefix = tl.load(plan.prefix_lens + r, mask=held, other=0)
+    seed = tl.load(plan.seed_slots + r, mask=held, other=0)
+    # 0 < seed < num_slots
+    ident, chain, kv, writer = load_record(records, seed, (prefix > 0) & (seed > 0) & (seed < records.num_slots))
+    # count > 0: 0 < row < num_rows
+    tail = tl.load(inputs.tails + row, mask=count > 0, other=0)
+    wrong = (count > 0) & ((ident | chain | kv | writer) != 0) & (chain != tail)
+    return prefix, seed, ident, chain, kv, writer, tail, wrong
+
+
+@triton.jit
+def _report_seeds(plan, inputs, log, first, row, seeds, TAG: tl.constexpr, REQUESTS: tl.constexpr):
+    """Report PREFIX for each request whose seed is not the end of its row's prefix."""
+    prefix, seed, ident, chain, kv, writer, tail, wrong = seeds
+    if tl.sum(wrong.to(tl.int32), axis=0) > 0:
+        zeros = tl.zeros([REQUESTS], tl.int64)
+        # wrong: first + lane < n <= capacity
+        owner = tl.load(plan.owners + first + tl.arange(0, REQUESTS), mask=wrong, other=0)
+        report(
+            log,
+            wrong,
+            (
+                zeros + TAG,
+                zeros + _PREFIX,
+                seed,
+                row,
+                prefix - 1,
+                ident,
+                zeros - 1,
+                chain,
+                tail,
+                kv,
+                zeros,
+                writer,
+                zeros + tl.load(inputs.step),
+                seed,
+                owner,
+                zeros,
+            ),
+        )
+
+
+@triton.jit
+def _read_tile(
+    # inputs
+    plan,
+    inputs,
+    k_source,
+    v_source,
+    records,
+    first,
+    token,
+    starts,
+    total,
+    entry,
+    carry,
+    # constants
+    TRACK_LIFETIME: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    REQUEST_BITS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_BITS: tl.constexpr,
+):
+    """Of tokens [entry, entry + TILE) of requests laid out from `first` on: what is wrong, and what is to be stored.
+
+    carry: the chain before the tile, which counts where its first token is not the first of its request.
+    """
+    lane = tl.arange(0, TILE)
+    live = entry + lane < total
+    # The request of each token is the last one that begins at or before it.
+    begins = tl.minimum(tl.maximum(starts - entry, 0), TILE).to(tl.int32)
+    at = tl.zeros([TILE], tl.int32)
+    for bit in tl.static_range(REQUEST_BITS):
+        # at is a sum of other powers of two below REQUESTS, so that at + this one stays below.
+        later = at + (REQUESTS >> (bit + 1))
+        at = tl.where(tl.gather(begins, later, 0) <= lane, later, at)
+    begin = tl.gather(begins, at, 0)
+    j = tl.gather(token - starts, at, 0) + entry + lane
+    r = first + at
+    # live: 0 <= j < size, r < n <= capacity, 0 < row < num_rows
+    slot = tl.load(inputs.slots + j, mask=live, other=0)
+    position = tl.load(inputs.positions + j, mask=live, other=0)
+    input_id = tl.load(inputs.tokens + j, mask=live, other=0)
+    row = tl.load(plan.rows + r, mask=live, other=0)
+    owner = tl.load(plan.owners + r, mask=live, other=0)
+    expected_position = tl.load(plan.prefix_lens + r, mask=live, other=0) + j
+    expected_position -= tl.load(plan.offsets + r, mask=live, other=0)
+    tail = as_u64(tl.load(inputs.tails + row, mask=live, other=0))
+
+    in_range = (slot >= 0) & (slot < records.num_slots) & in_source(k_source, slot) & in_source(v_source, slot)
+    stored = live & in_range & (slot != 0)
+    ident = identity(input_id, position)
+    where = as_i64(ident >> 32)
+    kv = fingerprint(k_source, slot, where, stored) | (fingerprint(v_source, slot, where, stored) << 32)
+
+    spilled = tl.max(tl.where(starts <= entry, starts, 0), axis=0) < entry
+    tail = tl.where(spilled & (begin == 0), carry, tail)
+    inverse = chain_inverse(lane, TILE_BITS)
+    terms = tl.where(live, mix(ident) * inverse, 0)
+    sums = tl.cumsum(terms, axis=0)
+    # What the request's chain has besides the tile's sums, known in its first lane: its tail, and nothing of others.
+    besides = tail * _M * inverse - (sums - terms)
+    chain = chain_scale(lane, TILE_BITS) * (sums + tl.gather(besides, begin, 0))
+
+    reasons = tl.where(live & (in_range == 0) & (slot != 0), _SLOT_RANGE, 0)
+    check_positions = tl.load(inputs.check_positions) != 0
+    reasons += tl.where(live & check_positions & (position != expected_position), _WRITE_POSITION, 0)
+    expected_id = tl.full([TILE], -1, tl.int64)
+    if inputs.expected is not None:
+        expected_id = tl.load(inputs.expected + j, mask=live, other=0)
+        reasons += tl.where(live & (input_id != expected_id), _WRITE_TOKEN, 0)
+    if TRACK_LIFETIME:
+        # stored: 0 < slot < num_slots
+        old_ident, old_chain, old_kv, old_writer = load_record(records, slot, stored)
+        in_use = stored & ((old_ident | old_chain | old_kv | old_writer) != 0) & (old_writer >= 0)
+        foreign = (old_writer & _OWNER_MASK) != (owner & _OWNER_MASK)
+        differs = (as_u64(old_ident) != ident) | (as_u64(old_chain) != chain)
+        reasons += tl.where(in_use & foreign & differs, _OVERWRITE, 0)
+    return r, row, slot, expected_position, ident, expected_id, chain, kv, owner, reasons, stored
+
+
+@triton.jit
+def _store_tile(
+    # inputs
+    plan,
+    inputs,
+    tile,
+    # outputs
+    records,
+    log,
+    counters_ptr,
+    # constants
+    TAG: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Report and store what `_read_tile` found."""
+    r, row, slot, expected_position, ident, expected_id, chain, kv, owner, reasons, stored = tile
+    zeros = tl.zeros([TILE], tl.int64)
+    step = zeros + tl.load(inputs.step)
+    bad = reasons != 0
+    if tl.sum(bad.to(tl.int32), axis=0) > 0:
+        # stored: 0 < slot < num_slots; bad: r < n <= capacity
+        replaced = tl.load(record_address(records, slot) + 3, mask=stored & bad, other=0)
+        seed = tl.load(plan.seed_slots + r, mask=bad, other=0)
+        report(
+            log,
+            bad,
+            (
+                zeros + TAG,
+                reasons.to(tl.int64),
+                slot,
+                row,
+                expected_position,
+                as_i64(ident),
+                expected_id,
+                as_i64(chain),
+                zeros,
+                as_i64(kv),
+                zeros,
+                replaced,
+                step,
+                seed,
+                owner,
+                zeros,
+            ),
+        )
+    # Every thread has read what another one may store.
+    tl.debug_barrier()
+    # stored: 0 < slot < num_slots
+    store_record(records, slot, as_i64(ident), as_i64(chain), as_i64(kv), as_i64(writer_word(step, owner)), stored)
+    tl.atomic_add(counters_ptr + TAG * 2 + 1, tl.sum(stored.to(tl.int64), axis=0))
+
+
+@triton.jit
+def _write_at_once(
+    # inputs
+    plan,
+    inputs,
+    k_source,
+    v_source,
+    # outputs
+    records,
+    log,
+    counters_ptr,
+    # constants
+    TAG: tl.constexpr,
+    TRACK_LIFETIME: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    REQUEST_BITS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_BITS: tl.constexpr,
+):
+    """One program, for at most REQUESTS requests, which has read every seed before it stores."""
+    n = tl.minimum(tl.maximum(tl.load(plan.num_requests), 0).to(tl.int64), plan.capacity)
+    zero = n - n
+    tl.atomic_add(counters_ptr + TAG * 2, 1)
+    row, token, count, starts, total = _lay_out(plan, inputs, zero, n, REQUESTS)
+    seeds = _read_seeds(plan, inputs, records, zero, row, count, REQUESTS)
+    tile = _read_tile(
+        plan,
+        inputs,
+        k_source,
+        v_source,
+        records,
+        zero,
+        token,
+        starts,
+        total,
+        zero,
+        as_u64(zero),
+        TRACK_LIFETIME,
+        REQUESTS,
+        REQUEST_BITS,
+        TILE,
+        TILE_BITS,
+    )
+    # Only now, so that seeds are read beside the first tile.
+    _report_seeds(plan, inputs, log, zero, row, seeds, TAG, REQUESTS)
+    _store_tile(plan, inputs, tile, records, log, counters_ptr, TAG, TILE)
+    carry = _last_chain(tile, TILE)
+    for entry in range(TILE, total, TILE):
+        next_tile = _read_tile(
+            plan,
+            inputs,
+            k_source,
+            v_source,
+            records,
+            zero,
+            token,
+            starts,
+            total,
+            entry,
+            carry,
+            TRACK_LIFETIME,
+            REQUESTS,
+            REQUEST_BITS,
+            TILE,
+            TILE_BITS,
+        )
+        _store_tile(plan, inputs, next_tile, records, log, counters_ptr, TAG, TILE)
+        carry = _last_chain(next_tile, TILE)
+
+
+@triton.jit
+def _last_chain(tile, TILE: tl.constexpr):
+    """The chain in a tile's last lane."""
+    return tl.sum(tl.where(tl.arange(0, TILE) == TILE - 1, tile[6], 0), axis=0)
 
 
 @triton.jit
 def _prepare(
     # inputs
-    rows_ptr,
-    owners_ptr,
-    offsets_ptr,
-    prefix_lens_ptr,
-    seed_slots_ptr,
-    num_requests_ptr,
-    capacity,
-    input_ids_ptr,
-    positions_ptr,
-    num_tokens,
+    plan,
+    inputs,
     records,
-    tails_ptr,
-    num_rows,
-    step_ptr,
     # outputs
     tile_sums_ptr,
-    tile_sums_stride,
-    ring_ptr,
-    ring_cap,
-    count_ptr,
+    log,
     counters_ptr,
     # constants
     TAG: tl.constexpr,
+    REQUESTS: tl.constexpr,
     TILE: tl.constexpr,
     TILE_BITS: tl.constexpr,
 ):
-    r = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1).to(tl.int64)
-    row, _, first, last = _segment(r, rows_ptr, offsets_ptr, num_requests_ptr, capacity, num_rows, num_tokens)
-    if (r == 0) & (part == 0):
+    """Check every seed, and leave what each tile adds to the chain of the request that goes on behind it."""
+    pid, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    n = tl.minimum(tl.maximum(tl.load(plan.num_requests), 0).to(tl.int64), plan.capacity)
+    if pid == 0:
         tl.atomic_add(counters_ptr + TAG * 2, 1)
-
-    if (part == 0) & (first < last):
-        # r < capacity; 0 < row < num_rows
-        prefix = tl.load(prefix_lens_ptr + r)
-        seed = tl.load(seed_slots_ptr + r)
-        tail = tl.load(tails_ptr + row)
-        readable = (prefix > 0) & (seed > 0) & (seed < records.num_slots)
-        # readable: 0 < seed < num_slots
-        seed_ptr = record_address(records, seed)
-        ident = tl.load(seed_ptr, mask=readable, other=0)
-        chain = tl.load(seed_ptr + 1, mask=readable, other=0)
-        kv = tl.load(seed_ptr + 2, mask=readable, other=0)
-        writer = tl.load(seed_ptr + 3, mask=readable, other=0)
-        if readable & ((ident | chain | kv | writer) != 0) & (chain != tail):
-            index = tl.atomic_add(count_ptr, 1)
-            fits = (index >= 0) & (index < ring_cap)
-            out_ptr = ring_ptr + index * 16
-            zero = tail - tail
-            tl.store(out_ptr, zero + TAG, mask=fits)
-            tl.store(out_ptr + 1, zero + _PREFIX, mask=fits)
-            tl.store(out_ptr + 2, seed, mask=fits)
-            tl.store(out_ptr + 3, row, mask=fits)
-            tl.store(out_ptr + 4, prefix - 1, mask=fits)
-            tl.store(out_ptr + 5, ident, mask=fits)
-            tl.store(out_ptr + 6, zero - 1, mask=fits)
-            tl.store(out_ptr + 7, chain, mask=fits)
-            tl.store(out_ptr + 8, tail, mask=fits)
-            tl.store(out_ptr + 9, kv, mask=fits)
-            tl.store(out_ptr + 10, zero, mask=fits)
-            tl.store(out_ptr + 11, writer, mask=fits)
-            tl.store(out_ptr + 12, tl.load(step_ptr), mask=fits)
-            tl.store(out_ptr + 13, seed, mask=fits)
-            tl.store(out_ptr + 14, tl.load(owners_ptr + r), mask=fits)
-            tl.store(out_ptr + 15, zero, mask=fits)
-
-    # The sum of every tile that another one of the same request follows.
-    num_tiles = (last - first + TILE - 1) // TILE
-    for tile in range(part, num_tiles - 1, tl.num_programs(1).to(tl.int64)):
-        lane = tl.arange(0, TILE).to(tl.int64)
-        j = first + tile * TILE + lane
-        # 0 <= first <= j < last <= num_tokens: not the last tile, so all lanes are inside
-        ident = identity(tl.load(input_ids_ptr + j), tl.load(positions_ptr + j))
-        terms = chain_terms(ident, lane, lane >= 0, TILE_BITS)
-        # r < capacity, tile < tiles of num_tokens: inside tile_sums
-        tl.store(tile_sums_ptr + r * tile_sums_stride + tile, as_i64(tl.sum(terms, axis=0)))
+    lane = tl.arange(0, TILE)
+    inverse = chain_inverse(lane, TILE_BITS)
+    # Tiles of requests laid out before, and the first of these requests' tiles that is this program's.
+    tiles_before, own = pid - pid, pid
+    for first in range(tiles_before, n, REQUESTS):
+        row, token, count, starts, total = _lay_out(plan, inputs, first, n, REQUESTS)
+        if own == 0:
+            seeds = _read_seeds(plan, inputs, records, first, row, count, REQUESTS)
+            _report_seeds(plan, inputs, log, first, row, seeds, TAG, REQUESTS)
+        tiles = (total + TILE - 1) // TILE
+        for tile in range(own, tiles - 1, programs):
+            end = tile * TILE + TILE
+            # The request of the last token goes on behind the tile unless another one begins there.
+            last = tl.sum((starts < end).to(tl.int32), axis=0) - 1
+            if tl.sum((starts <= end).to(tl.int32), axis=0) - 1 == last:
+                its = tl.arange(0, REQUESTS) == last
+                start = tl.sum(tl.where(its, starts, 0), axis=0)
+                entry = tile * TILE + lane
+                j = tl.sum(tl.where(its, token, 0), axis=0) - start + entry
+                # start <= entry < end < total: 0 <= j < size
+                input_id = tl.load(inputs.tokens + j, mask=entry >= start, other=0)
+                position = tl.load(inputs.positions + j, mask=entry >= start, other=0)
+                # 0 < row < num_rows
+                tail = as_u64(tl.load(inputs.tails + tl.sum(tl.where(its, row, 0), axis=0)))
+                terms = mix(identity(input_id, position)) + tl.where(entry == start, tail * _M, 0)
+                terms = tl.where(entry >= start, terms * inverse, 0)
+                # tile_sums hold as many tiles of all tokens as there are requests
+                tl.store(tile_sums_ptr + tiles_before + tile, as_i64(tl.sum(terms, axis=0)))
+        tiles_before += tiles
+        own = (own + programs - tiles % programs) % programs
 
 
 @triton.jit
 def _store(
     # inputs
-    rows_ptr,
-    owners_ptr,
-    offsets_ptr,
-    prefix_lens_ptr,
-    seed_slots_ptr,
-    num_requests_ptr,
-    capacity,
-    input_ids_ptr,
-    positions_ptr,
-    out_slots_ptr,
-    expected_input_ids_ptr,
-    num_tokens,
-    records,
-    tails_ptr,
-    num_rows,
-    step_ptr,
-    check_positions_ptr,
-    tile_sums_ptr,
-    tile_sums_stride,
+    plan,
+    inputs,
     k_source,
     v_source,
+    tile_sums_ptr,
     # outputs
-    ring_ptr,
-    ring_cap,
-    count_ptr,
+    records,
+    log,
     counters_ptr,
     # constants
     TAG: tl.constexpr,
     TRACK_LIFETIME: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    REQUEST_BITS: tl.constexpr,
     TILE: tl.constexpr,
     TILE_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    r = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1).to(tl.int64)
-    row, begin, first, last = _segment(r, rows_ptr, offsets_ptr, num_requests_ptr, capacity, num_rows, num_tokens)
-    if first < last:
-        # r < capacity; 0 < row < num_rows
-        owner = tl.load(owners_ptr + r)
-        prefix = tl.load(prefix_lens_ptr + r)
-        seed = tl.load(seed_slots_ptr + r)
-        step = tl.load(step_ptr)
-        check_positions = tl.load(check_positions_ptr) != 0
-        # The chain before the tile: the tail, carried over every tile before it.
-        carry = as_u64(tl.load(tails_ptr + row))
-        carried = part - part
-        num_tiles = (last - first + TILE - 1) // TILE
-        for tile in range(part, num_tiles, tl.num_programs(1).to(tl.int64)):
-            whole_tile = tl.max(chain_scale(tl.full([1], TILE, tl.int64), TILE_BITS), axis=0)
-            for before in range(carried, tile):
-                # before < tile < tiles of num_tokens: inside tile_sums
-                carry = whole_tile * (carry + as_u64(tl.load(tile_sums_ptr + r * tile_sums_stride + before)))
-            carried = tile
-            lane = tl.arange(0, BLOCK).to(tl.int64)
-            j = first + tile * TILE + lane
-            live = (j < last) & (lane < TILE)
-            # live: 0 <= j < last <= num_tokens
-            token = tl.load(input_ids_ptr + j, mask=live, other=0)
-            position = tl.load(positions_ptr + j, mask=live, other=0)
-            slot = tl.load(out_slots_ptr + j, mask=live, other=0)
-            ident = identity(token, position)
-            sums = carry + tl.cumsum(chain_terms(ident, lane, live, TILE_BITS), axis=0)
-            chain = chain_scale(lane + 1, TILE_BITS) * sums
+    """Report and store every token, each tile from the chain that the tiles before it lead to."""
+    pid, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    n = tl.minimum(tl.maximum(tl.load(plan.num_requests), 0).to(tl.int64), plan.capacity)
+    tiles_before, own = pid - pid, pid
+    for first in range(tiles_before, n, REQUESTS):
+        _, token, _, starts, total = _lay_out(plan, inputs, first, n, REQUESTS)
+        tiles = (total + TILE - 1) // TILE
+        for number in range(own, tiles, programs):
+            entry = number * TILE
+            first_tile = tl.max(tl.where(starts <= entry, starts, 0), axis=0) // TILE
+            tile = _read_tile(
+                plan,
+                inputs,
+                k_source,
+                v_source,
+                records,
+                first,
+                token,
+                starts,
+                total,
+                entry,
+                _chain_before(tile_sums_ptr + tiles_before, first_tile, number, TILE, TILE_BITS),
+                TRACK_LIFETIME,
+                REQUESTS,
+                REQUEST_BITS,
+                TILE,
+                TILE_BITS,
+            )
+            _store_tile(plan, inputs, tile, records, log, counters_ptr, TAG, TILE)
+        tiles_before += tiles
+        own = (own + programs - tiles % programs) % programs
 
-            in_range = (slot >= 0) & (slot < records.num_slots) & in_source(k_source, slot) & in_source(v_source, slot)
-            stored = live & in_range & (slot != 0)
-            where = as_i64(ident >> 32)
-            kv = fingerprint(k_source, slot, where, stored) | (fingerprint(v_source, slot, where, stored) << 32)
 
-            # stored: 0 < slot < num_slots
-            record_ptr = record_address(records, slot)
-            expected_position = prefix + j - begin
-            reasons = tl.where(live & (in_range == 0) & (slot != 0), _SLOT_RANGE, 0)
-            reasons += tl.where(live & check_positions & (position != expected_position), _WRITE_POSITION, 0)
-            expected_input = tl.full([BLOCK], -1, tl.int64)
-            if expected_input_ids_ptr is not None:
-                expected_input = tl.load(expected_input_ids_ptr + j, mask=live, other=0)
-                reasons += tl.where(live & (token != expected_input), _WRITE_TOKEN, 0)
-            if TRACK_LIFETIME:
-                old_ident, old_chain, old_kv, old_writer = load_record(records, slot, stored)
-                in_use = stored & ((old_ident | old_chain | old_kv | old_writer) != 0) & (old_writer >= 0)
-                foreign = (old_writer & _OWNER_MASK) != (owner & _OWNER_MASK)
-                differs = (as_u64(old_ident) != ident) | (as_u64(old_chain) != chain)
-                reasons += tl.where(in_use & foreign & differs, _OVERWRITE, 0)
-            bad = reasons != 0
-            if tl.sum(bad.to(tl.int32), axis=0) > 0:
-                old_writer_word = tl.load(record_ptr + 3, mask=stored & bad, other=0)
-                out_ptr, fits = claim_rows(bad, count_ptr, ring_ptr, ring_cap)
-                zeros = tl.zeros([BLOCK], dtype=tl.int64)
-                tl.store(out_ptr, zeros + TAG, mask=fits)
-                tl.store(out_ptr + 1, reasons.to(tl.int64), mask=fits)
-                tl.store(out_ptr + 2, slot, mask=fits)
-                tl.store(out_ptr + 3, zeros + row, mask=fits)
-                tl.store(out_ptr + 4, expected_position, mask=fits)
-                tl.store(out_ptr + 5, as_i64(ident), mask=fits)
-                tl.store(out_ptr + 6, expected_input, mask=fits)
-                tl.store(out_ptr + 7, as_i64(chain), mask=fits)
-                tl.store(out_ptr + 8, zeros, mask=fits)
-                tl.store(out_ptr + 9, as_i64(kv), mask=fits)
-                tl.store(out_ptr + 10, zeros, mask=fits)
-                tl.store(out_ptr + 11, old_writer_word, mask=fits)
-                tl.store(out_ptr + 12, zeros + step, mask=fits)
-                tl.store(out_ptr + 13, zeros + seed, mask=fits)
-                tl.store(out_ptr + 14, zeros + owner, mask=fits)
-                tl.store(out_ptr + 15, zeros, mask=fits)
-
-            tl.store(record_ptr, as_i64(ident), mask=stored)
-            tl.store(record_ptr + 1, as_i64(chain), mask=stored)
-            tl.store(record_ptr + 2, as_i64(kv), mask=stored)
-            tl.store(record_ptr + 3, tl.zeros([BLOCK], tl.int64) + as_i64(writer_word(step, owner)), mask=stored)
-            tl.atomic_add(counters_ptr + TAG * 2 + 1, tl.sum(stored.to(tl.int64), axis=0))
+@triton.jit
+def _chain_before(tile_sums_ptr, first_tile, tile, TILE: tl.constexpr, TILE_BITS: tl.constexpr):
+    """The chain before `tile` of a request whose first token is in `first_tile`; anything if that is `tile` itself."""
+    chain = tl.zeros([1], tl.uint64)
+    block = tl.arange(0, 128).to(tl.int64)
+    # M ** (TILE - 1) for the last token of a tile, once more M ** TILE for each tile further back.
+    scale = chain_scale(block * TILE + (TILE - 1), TILE_BITS + 7)
+    further = chain_scale(tl.full([1], 128 * TILE, tl.int64), TILE_BITS + 8)
+    for back in range(0, tile - first_tile, 128):
+        before = tile - 1 - back - block
+        # first_tile <= before < tile: left by `_prepare`
+        sums = as_u64(tl.load(tile_sums_ptr + before, mask=before >= first_tile, other=0))
+        chain += tl.sum(scale * sums, axis=0)
+        scale *= further
+    return tl.max(chain, axis=0)
 
 
 def write(
@@ -264,74 +481,66 @@ def write(
 ) -> None:
     """Record the new tokens in the slots that the forward wrote them to; see specs/write.py."""
     capacity, num_tokens = write_plan.rows.shape[0], input_ids.shape[0]
-    records = records_of(endpoint.records)
-    # One program per request and part of its tiles; at least one program, which counts the launch.
-    num_requests = max(1, capacity)
-    tiles = max(1, triton.cdiv(num_tokens, TILE_TOKENS))
-    grid = (num_requests, min(tiles, max(1, max_programs(step.device) // num_requests)))
-    plan_arguments = (
-        write_plan.rows,
-        write_plan.owners,
-        write_plan.offsets,
-        write_plan.prefix_lens,
-        write_plan.seed_slots,
-        write_plan.num_requests,
-        capacity,
+    plan = Plan(
+        rows=write_plan.rows,
+        owners=write_plan.owners,
+        offsets=write_plan.offsets,
+        prefix_lens=write_plan.prefix_lens,
+        seed_slots=write_plan.seed_slots,
+        num_requests=write_plan.num_requests,
+        capacity=capacity,
     )
-    _prepare[grid](
-        # inputs
-        *plan_arguments,
-        input_ids,
-        positions,
-        num_tokens,
-        records,
-        tails,
-        tails.shape[0],
-        step,
-        # outputs
-        tile_sums,
-        tile_sums.stride(0),
-        violations.ring,
-        violations.ring.shape[0],
-        violations.count,
-        counters,
-        # constants
-        TAG=int(endpoint.tag),
-        TILE=TILE_TOKENS,
-        TILE_BITS=TILE_TOKENS.bit_length(),
+    inputs = Inputs(
+        tokens=input_ids,
+        positions=positions,
+        slots=out_slots,
+        expected=expected_input_ids,
+        size=num_tokens,
+        tails=tails,
+        num_rows=tails.shape[0],
+        step=step,
+        check_positions=check_positions,
     )
-    if num_tokens == 0 or capacity == 0:
+    outputs = records_of(endpoint.records), log_of(violations), counters
+    tag, token_bytes = int(endpoint.tag), covered_bytes(endpoint.k_source) + covered_bytes(endpoint.v_source)
+
+    largest = max(capacity, num_tokens)
+    if largest <= one_program_lanes(step.device) and num_tokens * token_bytes <= ONE_PROGRAM_BYTES:
+        # A lane for each token and for each request, a thread for each lane.
+        lanes = max(32, triton.next_power_of_2(largest))
+        _write_at_once[(1,)](
+            plan,
+            inputs,
+            source_of(endpoint.k_source),
+            source_of(endpoint.v_source),
+            *outputs,
+            # constants
+            TAG=tag,
+            TRACK_LIFETIME=track_lifetime,
+            REQUESTS=lanes,
+            REQUEST_BITS=lanes.bit_length() - 1,
+            TILE=lanes,
+            TILE_BITS=lanes.bit_length() - 1,
+            num_warps=lanes // 32,
+        )
         return
-    # A decode batch has one token per request: small blocks then, the chain is the same.
-    block = min(TILE_TOKENS, max(16, triton.next_power_of_2(num_tokens)))
+
+    narrow = token_bytes <= NARROW_BYTES
+    tile = NARROW_TILE if narrow else TILE_TOKENS
+    requests = min(MAX_REQUESTS, max(128, triton.next_power_of_2(capacity)))
+    grid = persistent_grid(triton.cdiv(num_tokens, tile) + triton.cdiv(capacity, requests), step.device)
+    constants = {"TAG": tag, "REQUESTS": requests, "TILE": tile, "TILE_BITS": tile.bit_length() - 1}
+    _prepare[grid](plan, inputs, outputs[0], tile_sums, *outputs[1:], **constants)
     _store[grid](
-        # inputs
-        *plan_arguments,
-        input_ids,
-        positions,
-        out_slots,
-        expected_input_ids,
-        num_tokens,
-        records,
-        tails,
-        tails.shape[0],
-        step,
-        check_positions,
+        plan,
+        inputs,
+        source_of(endpoint.k_source, max_words=MAX_BLOCK_WORDS if narrow else WIDE_WORDS),
+        source_of(endpoint.v_source, max_words=MAX_BLOCK_WORDS if narrow else WIDE_WORDS),
         tile_sums,
-        tile_sums.stride(0),
-        source_of(endpoint.k_source),
-        source_of(endpoint.v_source),
-        # outputs
-        violations.ring,
-        violations.ring.shape[0],
-        violations.count,
-        counters,
-        # constants
-        TAG=int(endpoint.tag),
+        *outputs,
+        **constants,
         TRACK_LIFETIME=track_lifetime,
-        TILE=TILE_TOKENS,
-        TILE_BITS=TILE_TOKENS.bit_length(),
-        BLOCK=block,
-        # No more threads than lanes: Triton 3.6 fails to compile some blocks that its threads would share.
-        num_warps=max(1, min(4, block // 32)),
+        REQUEST_BITS=requests.bit_length() - 1,
+        num_warps=4 if narrow else tile // 4,
+        maxnreg=None if narrow else WIDE_REGISTERS,
     )

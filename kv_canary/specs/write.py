@@ -8,8 +8,8 @@ from kv_canary.constants import Tag
 from kv_canary.specs.interface import KernelSpec, ScalarSpec, Sizes, StructSpec, TensorSpec
 from kv_canary.specs.structures import Endpoint, ViolationLog, WritePlan
 
-# Tokens of one request that one program takes at a time; the chain across tiles goes through `tile_sums`.
-TILE_TOKENS = 256
+# Tokens of the smallest tile; the chain across tiles goes through `tile_sums`.
+TILE_TOKENS = 32
 
 
 def max_tiles(sizes: Sizes) -> int:
@@ -42,7 +42,7 @@ SPEC = KernelSpec(
         "violations": StructSpec(type=ViolationLog, role="inout", compare="violations", doc="where violations go"),
         "counters": TensorSpec(dtype=torch.int64, shape=(len(Tag), 2), role="inout", doc="launches, records; by tag"),
         "tile_sums": TensorSpec(
-            dtype=torch.int64, shape=("write_cap", max_tiles), role="scratch", doc="chain sum of each tile"
+            dtype=torch.int64, shape=("write_cap", max_tiles), role="scratch", doc="what a tile adds to the chain"
         ),
     },
 )
