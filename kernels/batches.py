@@ -9,8 +9,11 @@ import triton
 import triton.language as tl
 
 from kv_canary.constants import BAD_SLOT, HEAD_OF_CHAIN, STRIDE_BLOCK, UNCHECKED, Status
+from kv_canary.kernels.launching import begin, overlapping
 
-BLOCK_REQUESTS = 256
+# Requests that one program lays out at a time, at least and at most, and that are counted at once to find an entry's.
+BLOCK_REQUESTS, MAX_BLOCK_REQUESTS = 256, 1024
+COUNTED_REQUESTS = tl.constexpr(512)
 
 _BAD_SLOT = tl.constexpr(BAD_SLOT)
 _HEAD_OF_CHAIN = tl.constexpr(HEAD_OF_CHAIN)
@@ -22,7 +25,7 @@ _LENGTH_RANGE = tl.constexpr(int(Status.LENGTH_RANGE))
 
 
 class Batch(NamedTuple):
-    """What a kernel is told of the requests of a forward; `search_steps` are those of a search among them."""
+    """What a kernel is told of the requests of a forward."""
 
     rows: Any
     prefix_lens: Any
@@ -30,7 +33,6 @@ class Batch(NamedTuple):
     strides: Any
     step: Any
     size: Any
-    search_steps: Any
 
 
 class Tables(NamedTuple):
@@ -65,8 +67,13 @@ def batch_of(
     step: torch.Tensor | None,
 ) -> Batch:
     """Return what a kernel is told of the requests of a forward."""
-    size = rows.shape[0]
-    return Batch(rows, prefix_lens, extend_lens, strides, step, size, size.bit_length())
+    return Batch(rows, prefix_lens, extend_lens, strides, step, rows.shape[0])
+
+
+def layout_options(size: int, device: torch.device) -> dict[str, Any]:
+    """Return the options of `lay_out_alone` for so many requests."""
+    block = min(MAX_BLOCK_REQUESTS, max(BLOCK_REQUESTS, triton.next_power_of_2(size)))
+    return {"BLOCK": block, "num_warps": min(16, block // 32), **overlapping(device)}
 
 
 def tables_of(
@@ -235,15 +242,17 @@ def lay_out_alone(
     status_ptr,
     # constants
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """`lay_out` as a launch of its own, of one program, before those that find the entries."""
+    """`lay_out` as a launch of its own, of two programs, before those that find the entries."""
+    begin(OVERLAPS)
     lay_out(
         # inputs
         batch,
         owners_ptr,
         tables,
         capacity,
-        True,
+        tl.program_id(0) == 1,
         # outputs
         entry_offsets_ptr,
         out_rows_ptr,
@@ -261,21 +270,15 @@ def lay_out_alone(
 
 
 @triton.jit
-def find_entries(batch, tables, tokens, entry_offsets_ptr, entry, valid):
-    """Request, row, slot, previous slot, position and expected token of valid entries, and where the LUT was too short.
+def find_entries(batch, tables, tokens, entry_offsets_ptr, first, n, BLOCK: tl.constexpr):
+    """Request, row, slot, previous slot, position and expected token of the entries from `first` on, of n in all, and
+    where the LUT was too short.
 
-    All int64, in the shape of `entry`; entry_offsets is what `lay_out` left.
+    All int64 [BLOCK]; entry_offsets is what `lay_out` left. What is past the last entry is anything.
     """
-    # The request whose entries hold this one: the last r with entry_offsets[r] <= entry.
-    r = tl.zeros(entry.shape, dtype=tl.int64)
-    high = tl.zeros(entry.shape, dtype=tl.int64) + batch.size
-    for _ in range(batch.search_steps):
-        middle = (r + high) // 2
-        # r < high keeps 0 <= middle < size
-        below = tl.load(entry_offsets_ptr + middle, mask=valid, other=0) <= entry
-        narrow = high - r > 1
-        r = tl.where(narrow & below, middle, r)
-        high = tl.where(narrow & (below == 0), middle, high)
+    entry = first + tl.arange(0, BLOCK)
+    valid = entry < n
+    r = _find_requests(batch, entry_offsets_ptr, first, n, BLOCK)
     # 0 <= r < size; the request is live, so its row and lengths are in range
     row = tl.load(batch.rows + r, mask=valid, other=0)
     prefix = tl.load(batch.prefix_lens + r, mask=valid, other=0)
@@ -300,6 +303,38 @@ def find_entries(batch, tables, tokens, entry_offsets_ptr, entry, valid):
     previous = tl.where(position == start, _UNCHECKED, previous)
     previous = tl.where(position == 0, _HEAD_OF_CHAIN, previous)
     return r, row, slot, previous, position, expected_token(tokens, r, row, position, valid), lut_bad
+
+
+@triton.jit
+def _find_requests(batch, entry_offsets_ptr, first, n, BLOCK: tl.constexpr):
+    """The request that each of the entries from `first` on belongs to: the last r with entry_offsets[r] <= entry."""
+    entry = first + tl.arange(0, BLOCK)
+    valid = entry < n
+    least = first - first
+    most = least + batch.size
+    if batch.size <= COUNTED_REQUESTS:
+        # Most tiles are of one request: count those that end before the tile's first entry, and before its last.
+        r = tl.arange(0, COUNTED_REQUESTS)
+        inside = r < batch.size
+        end = tl.load(entry_offsets_ptr + 1 + r, mask=inside, other=0)
+        last = tl.minimum(first + BLOCK, n) - 1
+        both = (inside & (end <= first)).to(tl.int32) + ((inside & (end <= last)).to(tl.int32) << 16)
+        counts = tl.sum(both, axis=0)
+        least = (counts & 0xFFFF).to(tl.int64)
+        most = (counts >> 16).to(tl.int64) + 1
+    width = most - least
+    low = tl.zeros([BLOCK], dtype=tl.int64) + least
+    high = tl.zeros([BLOCK], dtype=tl.int64) + most
+    while width > 1:
+        middle = (low + high) // 2
+        # low < high keeps 0 <= middle < size
+        below = tl.load(entry_offsets_ptr + middle, mask=valid, other=0) <= entry
+        narrow = high - low > 1
+        low = tl.where(narrow & below, middle, low)
+        high = tl.where(narrow & (below == 0), middle, high)
+        width = width - width // 2
+    # A request past the batch is that of no valid entry.
+    return tl.minimum(low, batch.size - 1)
 
 
 @triton.jit

@@ -8,8 +8,8 @@ import triton.language as tl
 from kv_canary.constants import ANCHOR, HEAD_OF_CHAIN, Reason
 from kv_canary.kernels.hashing import as_i64, as_u64, next_chain
 from kv_canary.kernels.records import load_record, record_address
-from kv_canary.kernels.reporting import claim_rows
-from kv_canary.kernels.sources import fingerprint, in_source
+from kv_canary.kernels.reporting import report
+from kv_canary.kernels.sources import begin_fingerprint, end_fingerprint, fingerprint, in_source
 
 # Entries of a tile: one for each thread, so that nothing has to be passed between them.
 BLOCK_ENTRIES = 128
@@ -44,87 +44,97 @@ def check_entries(
     num_anchors,
     step,
     # outputs
-    ring_ptr,
-    ring_cap,
-    count_ptr,
+    log,
     # constants
     TAG: tl.constexpr,
     TRACK_LIFETIME: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Report what is wrong with each live entry of a tile; entries are int64 [BLOCK], of any value."""
-    in_range = (slot >= 0) & (slot < records.num_slots) & in_source(k_source, slot) & in_source(v_source, slot)
-    unmapped = live & (slot == 0)
-    out_of_range = live & (slot != 0) & (in_range == 0)
-    readable = live & (slot != 0) & in_range
-    # readable: 0 < slot < num_slots
+    """Report what is wrong with each live entry of a tile; entries are int64 [BLOCK], of any value.
+
+    Every load that can be is under way before the first is waited for: those of the bytes go by the position that the
+    record should have. Where it has another, there is something to report, and the bytes are read again.
+    """
+    # 0 < slot < num_slots where readable
+    in_range = (slot < records.num_slots) & in_source(k_source, slot) & in_source(v_source, slot)
+    readable = live & (slot > 0) & in_range
+    k_begun = begin_fingerprint(k_source, slot, position, readable)
+    v_begun = begin_fingerprint(v_source, slot, position, readable)
     ident, chain, kv, writer = load_record(records, slot, readable)
-    present = (ident | chain | kv | writer) != 0
-    never_written = readable & (present == 0)
-    checked = readable & present
-    freed = checked & (writer < 0)
-    if TRACK_LIFETIME:
-        checked = checked & (freed == 0)
-
-    stored_token = ident & 0xFFFFFFFF
-    stored_position = (ident >> 32) & 0xFFFFFFFF
-    reasons = tl.where(unmapped, _UNMAPPED, 0) + tl.where(out_of_range, _SLOT_RANGE, 0)
-    reasons += tl.where(never_written, _NEVER_WRITTEN, 0)
-    if TRACK_LIFETIME:
-        reasons += tl.where(freed, _FREED, 0)
-    reasons += tl.where(checked & (stored_position != position), _POSITION, 0)
-    reasons += tl.where(checked & (token >= 0) & (stored_token != token), _TOKEN, 0)
-
-    # The predecessor's chain. Most predecessors are what the lane before has just read; the others' records are read.
+    # The predecessor's record. Most predecessors are what the lane before reads; the others are read here.
     lane = tl.arange(0, BLOCK)
     before = tl.maximum(lane - 1, 0)
     beside = (lane > 0) & (tl.gather(tl.where(readable, slot, 0), before, 0) == previous) & (previous > 0)
-    previous_chain = tl.gather(chain, before, 0)
-    previous_present = tl.gather(present.to(tl.int32), before, 0) != 0
-    apart = checked & (beside == 0) & (previous > 0) & (previous < records.num_slots)
+    apart = readable & (beside == 0) & (previous > 0) & (previous < records.num_slots)
     # apart: 0 < previous < num_slots
-    address = record_address(records, previous)
-    read_chain = tl.load(address + 1, mask=apart, other=0)
+    previous_ptr = record_address(records, previous)
+    read_chain = tl.load(previous_ptr + 1, mask=apart, other=0)
+    previous_chain = tl.where(beside, tl.gather(chain, before, 0), read_chain)
     # A chain of 0 may be a record's that is all zero, or another's.
-    doubtful = apart & (read_chain == 0)
-    others = tl.load(address, mask=doubtful, other=0) | tl.load(address + 2, mask=doubtful, other=0)
-    others |= tl.load(address + 3, mask=doubtful, other=0)
-    follows = tl.where(beside, previous_present, apart & ((read_chain | others) != 0))
+    follows = beside | apart
+    doubtful = follows & (previous_chain == 0)
+    others = tl.load(previous_ptr, mask=doubtful, other=0) | tl.load(previous_ptr + 2, mask=doubtful, other=0)
+    others |= tl.load(previous_ptr + 3, mask=doubtful, other=0)
+    follows = follows & ((doubtful == 0) | (others != 0))
     head = previous == _HEAD_OF_CHAIN
-    anchor = tl.full([BLOCK], _ANCHOR, tl.int64)
-    if anchors_ptr is not None:
+    if anchors_ptr is None:
+        previous_chain = tl.where(head, _ANCHOR, previous_chain)
+    else:
         # 0 < row < num_anchors
-        anchored = checked & head & (row > 0) & (row < num_anchors)
-        anchor = tl.where(anchored, tl.load(anchors_ptr + row, mask=anchored, other=0), anchor)
-    previous_chain = tl.where(head, anchor, tl.where(beside, previous_chain, read_chain))
-    chain_checked = checked & (head | follows)
+        anchored = readable & head & (row > 0) & (row < num_anchors)
+        anchor = tl.load(anchors_ptr + row, mask=anchored, other=_ANCHOR)
+        previous_chain = tl.where(head, anchor, previous_chain)
     expected_chain = as_i64(next_chain(as_u64(previous_chain), as_u64(ident)))
-    reasons += tl.where(chain_checked & (chain != expected_chain), _CHAIN, 0)
 
-    k_print = fingerprint(k_source, slot, stored_position, checked)
-    v_print = fingerprint(v_source, slot, stored_position, checked)
+    k_print = end_fingerprint(k_source, k_begun, readable)
+    v_print = end_fingerprint(v_source, v_begun, readable)
+    present = (ident | chain | kv | writer) != 0
+    checked = readable & present
+    if TRACK_LIFETIME:
+        checked = checked & (writer >= 0)
+    chain_checked = checked & (head | follows)
+    stored_token, stored_position = ident & 0xFFFFFFFF, (ident >> 32) & 0xFFFFFFFF
+    # Almost always all is well, which takes no more than this; what is wrong is told apart below.
+    wrong = (checked == 0) | (stored_position != position) | ((token >= 0) & (stored_token != token))
+    wrong = wrong | (chain_checked & (chain != expected_chain))
     if k_source is not None:
-        reasons += tl.where(checked & ((as_u64(kv) & 0xFFFFFFFF) != k_print), _K, 0)
+        wrong = wrong | ((as_u64(kv) & 0xFFFFFFFF) != k_print)
     if v_source is not None:
-        reasons += tl.where(checked & ((as_u64(kv) >> 32) != v_print), _V, 0)
-
-    bad = reasons != 0
-    if tl.sum(bad.to(tl.int32), axis=0) > 0:
-        out_ptr, fits = claim_rows(bad, count_ptr, ring_ptr, ring_cap)
+        wrong = wrong | ((as_u64(kv) >> 32) != v_print)
+    wrong = wrong & live
+    if tl.sum(wrong.to(tl.int32), axis=0) > 0:
+        out_of_range = live & (slot != 0) & (readable == 0)
+        reasons = tl.where(live & (slot == 0), _UNMAPPED, 0) + tl.where(out_of_range, _SLOT_RANGE, 0)
+        reasons += tl.where(readable & (present == 0), _NEVER_WRITTEN, 0)
+        if TRACK_LIFETIME:
+            reasons += tl.where(readable & present & (writer < 0), _FREED, 0)
+        reasons += tl.where(checked & (stored_position != position), _POSITION, 0)
+        reasons += tl.where(checked & (token >= 0) & (stored_token != token), _TOKEN, 0)
+        reasons += tl.where(chain_checked & (chain != expected_chain), _CHAIN, 0)
+        moved = checked & (stored_position != position)
+        k_print = tl.where(moved, fingerprint(k_source, slot, stored_position, moved), tl.where(checked, k_print, 0))
+        v_print = tl.where(moved, fingerprint(v_source, slot, stored_position, moved), tl.where(checked, v_print, 0))
+        if k_source is not None:
+            reasons += tl.where(checked & ((as_u64(kv) & 0xFFFFFFFF) != k_print), _K, 0)
+        if v_source is not None:
+            reasons += tl.where(checked & ((as_u64(kv) >> 32) != v_print), _V, 0)
         zeros = tl.zeros([BLOCK], dtype=tl.int64)
-        tl.store(out_ptr, zeros + TAG, mask=fits)
-        tl.store(out_ptr + 1, reasons.to(tl.int64), mask=fits)
-        tl.store(out_ptr + 2, slot, mask=fits)
-        tl.store(out_ptr + 3, row, mask=fits)
-        tl.store(out_ptr + 4, position, mask=fits)
-        tl.store(out_ptr + 5, ident, mask=fits)
-        tl.store(out_ptr + 6, token, mask=fits)
-        tl.store(out_ptr + 7, chain, mask=fits)
-        tl.store(out_ptr + 8, tl.where(chain_checked, expected_chain, 0), mask=fits)
-        tl.store(out_ptr + 9, kv, mask=fits)
-        tl.store(out_ptr + 10, as_i64(k_print | (v_print << 32)), mask=fits)
-        tl.store(out_ptr + 11, writer, mask=fits)
-        tl.store(out_ptr + 12, zeros + step, mask=fits)
-        tl.store(out_ptr + 13, previous, mask=fits)
-        tl.store(out_ptr + 14, zeros, mask=fits)
-        tl.store(out_ptr + 15, zeros, mask=fits)
+        words = (
+            zeros + TAG,
+            reasons.to(tl.int64),
+            slot,
+            row,
+            position,
+            ident,
+            token,
+            chain,
+            tl.where(chain_checked, expected_chain, 0),
+            kv,
+            as_i64(k_print | (v_print << 32)),
+            writer,
+            zeros + step,
+            previous,
+            zeros,
+            zeros,
+        )
+        report(log, reasons != 0, words)

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+
+from kv_canary.backends import interpreting
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:
+    # A Triton before 3.4.
+    gdc_launch_dependents = gdc_wait = None
 
 # Programs per multiprocessor of a persistent grid, and the grid of the interpreter, where a program costs about 1 ms.
 PROGRAMS_PER_SM = 64
@@ -13,6 +24,29 @@ INTERPRETER_PROGRAMS = 3
 # that it can take go both ways.
 ONE_PROGRAM_LANES = 1024
 INTERPRETER_LANES = 64
+# Entries that are few; see `few_entries`.
+FEW_ENTRIES = 1 << 15
+INTERPRETER_ENTRIES = 48
+
+
+@triton.jit
+def begin(OVERLAPS: tl.constexpr):
+    """What a kernel does first: wait until what was launched before it is over, and let what comes next be prepared.
+
+    With programmatic dependent launch, a kernel is brought to the device while the one before it still runs.
+    """
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@functools.cache
+def overlapping(device: torch.device) -> dict[str, Any]:
+    """Return the options of a launch whose kernel calls `begin`."""
+    can = device.type == "cuda" and gdc_wait is not None and not interpreting()
+    if can and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"OVERLAPS": True, "launch_pdl": True}
+    return {"OVERLAPS": False}
 
 
 @functools.cache
@@ -26,6 +60,11 @@ def max_programs(device: torch.device) -> int:
 def persistent_grid(num_tiles: int, device: torch.device) -> tuple[int]:
     """Return the grid of a kernel that loops over up to `num_tiles` tiles."""
     return (max(1, min(num_tiles, max_programs(device))),)
+
+
+def few_entries(device: torch.device) -> int:
+    """Return how many entries are so few that saving a launch matters more than saving work."""
+    return FEW_ENTRIES if device.type == "cuda" else INTERPRETER_ENTRIES
 
 
 def one_program_lanes(device: torch.device) -> int:

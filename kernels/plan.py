@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from kv_canary.constants import Status
-from kv_canary.kernels.batches import BLOCK_REQUESTS, batch_of, find_entries, lay_out_alone, tables_of, tokens_of
-from kv_canary.kernels.launching import persistent_grid
+from kv_canary.kernels.batches import batch_of, find_entries, lay_out_alone, layout_options, tables_of, tokens_of
+from kv_canary.kernels.launching import begin, overlapping, persistent_grid
 from kv_canary.specs.structures import VerifyPlan, WritePlan
 
 BLOCK_ENTRIES = 256
@@ -33,14 +33,16 @@ def _fill_entries(
     status_ptr,
     # constants
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     n = tl.load(num_valid_ptr).to(tl.int64)
     pid = tl.program_id(0).to(tl.int64)
     for first in range(pid * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
         entry = first + tl.arange(0, BLOCK)
         valid = entry < n
         _, row, slot, previous, position, token, lut_bad = find_entries(
-            batch, tables, tokens, entry_offsets_ptr, entry, valid
+            batch, tables, tokens, entry_offsets_ptr, first, n, BLOCK
         )
         # entry < n <= capacity of the verify plan
         tl.store(slots_ptr + entry, slot, mask=valid)
@@ -76,7 +78,7 @@ def plan(
     capacity = verify_plan.slots.shape[0]
     batch = batch_of(rows, prefix_lens, extend_lens, strides, step)
     tables = tables_of(req_to_token, lut, window, after_write=after_write)
-    lay_out_alone[(1,)](
+    lay_out_alone[(2,)](
         # inputs
         batch,
         owners,
@@ -94,7 +96,7 @@ def plan(
         verify_plan.num_requested,
         status,
         # constants
-        BLOCK=BLOCK_REQUESTS,
+        **layout_options(batch.size, rows.device),
     )
     if batch.size == 0 or capacity == 0:
         return
@@ -115,4 +117,5 @@ def plan(
         status,
         # constants
         BLOCK=BLOCK_ENTRIES,
+        **overlapping(rows.device),
     )

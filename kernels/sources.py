@@ -18,7 +18,8 @@ class Source(NamedTuple):
     """What a kernel is told of a `KvSource`.
 
     Fields: the table of layer addresses, and the geometry as `KvSource` names it, `num_tokens` being those of a layer.
-    Constants: the alignment of covered words, words of a step, whether all windows are whole steps, and exactly one.
+    Where layers, windows and tokens of a page are POWERS of two, `layer_bits` and `page_bits` are their logarithms.
+    Constants: that, the alignment of covered words, words of a step, whether all windows are whole steps, exactly one.
     """
 
     table: Any
@@ -31,6 +32,9 @@ class Source(NamedTuple):
     num_windows: Any
     offset_bytes: Any
     slot_bias: Any
+    layer_bits: Any
+    page_bits: Any
+    POWERS: Any
     ALIGNMENT: Any
     BLOCK_WORDS: Any
     WHOLE_STEPS: Any
@@ -43,6 +47,7 @@ def source_of(source: KvSource | None, *, max_words: int = MAX_BLOCK_WORDS) -> S
         return None
     covered = covered_bytes(source)
     block_words = min(max_words, triton.next_power_of_2(-(-covered // 8)))
+    divisors = len(source.layers), source.num_windows, source.page_size
     whole_steps = covered % (8 * block_words) == 0 and source.bytes_per_token % covered == 0
     return Source(
         table=source.table,
@@ -55,6 +60,9 @@ def source_of(source: KvSource | None, *, max_words: int = MAX_BLOCK_WORDS) -> S
         num_windows=source.num_windows,
         offset_bytes=source.offset_bytes,
         slot_bias=source.slot_bias,
+        layer_bits=len(source.layers).bit_length() - 1,
+        page_bits=source.page_size.bit_length() - 1,
+        POWERS=tl.constexpr(all(n & (n - 1) == 0 for n in divisors)),
         ALIGNMENT=tl.constexpr(source.alignment),
         BLOCK_WORDS=tl.constexpr(block_words),
         WHOLE_STEPS=tl.constexpr(whole_steps),
@@ -83,41 +91,79 @@ def fingerprint(source, slot, position, valid):
 
     slot must lie inside the source where `valid`; position is in [0, 2**32).
     """
-    total = tl.zeros(slot.shape, dtype=tl.uint64)
+    return end_fingerprint(source, begin_fingerprint(source, slot, position, valid), valid)
+
+
+@triton.jit
+def begin_fingerprint(source, slot, position, valid):
+    """Send for the bytes that fingerprints are of, as far as one step takes them, without waiting for any."""
+    words, address, window_bytes = valid, slot, slot
     if source is not None:
         # Lanes that are not valid compute addresses from anything; every load below is masked by `valid`. Positions
         # and a pool's tokens fit 32 bits, in which a division takes a fraction of the time.
         where, token = position.to(tl.uint32), (slot - source.slot_bias).to(tl.uint32)
-        layers, page = tl.cast(source.num_layers, tl.uint32), tl.cast(source.page_size, tl.uint32)
-        window = (where // layers) % tl.cast(source.num_windows, tl.uint32)
+        round_, layer = _divide(where, source.num_layers, source.layer_bits, source.POWERS)
+        _round, window = _divide(round_, source.num_windows, 0, source.POWERS)
+        row, in_row = _divide(token, source.page_size, source.page_bits, source.POWERS)
         window_start = window.to(tl.int64) * source.read_bytes
         window_bytes = tl.minimum(source.read_bytes, source.bytes_per_token - window_start)
-        # where % layers < layers: the table holds one address per layer.
-        address = tl.load(source.table + (where % layers).to(tl.int64), mask=valid, other=0)
-        address += (token // page).to(tl.int64) * source.row_stride + source.offset_bytes
-        address += (token % page).to(tl.int64) * source.bytes_per_token + window_start
+        # layer < num_layers: the table holds one address per layer.
+        address = tl.load(source.table + layer.to(tl.int64), mask=valid, other=0)
+        address += row.to(tl.int64) * source.row_stride + source.offset_bytes
+        address += in_row.to(tl.int64) * source.bytes_per_token + window_start
         if source.ONE_STEP:
-            total = _step(source, address, window_bytes, 0, valid)
+            words = _load_words(source, address, window_bytes, 0, valid)
+    return words, address, window_bytes
+
+
+@triton.jit
+def _divide(x, divisor, bits, POWERS: tl.constexpr):
+    """x // divisor and x % divisor of uint32 x, without a division where divisors are powers of two, 1 << bits."""
+    if POWERS:
+        quotient, rest = x >> tl.cast(bits, tl.uint32), x & (tl.cast(divisor, tl.uint32) - 1)
+    else:
+        quotient, rest = x // tl.cast(divisor, tl.uint32), x % tl.cast(divisor, tl.uint32)
+    return quotient, rest
+
+
+@triton.jit
+def end_fingerprint(source, begun, valid):
+    """The fingerprints that `begin_fingerprint` has sent for, of those lanes that are valid."""
+    first_words, address, window_bytes = begun
+    total = tl.zeros(valid.shape, dtype=tl.uint64)
+    if source is not None:
+        if source.ONE_STEP:
+            total = _fold(source, first_words, window_bytes, 0, valid)
         else:
             num_words = (tl.minimum(source.read_bytes, source.bytes_per_token) + 7) // 8
             for first in range(0, num_words, source.BLOCK_WORDS):
-                total += _step(source, address, window_bytes, first, valid)
+                words = _load_words(source, address, window_bytes, first, valid)
+                total += _fold(source, words, window_bytes, first, valid)
     return tl.where(valid, (total ^ (total >> 32)) & 0xFFFFFFFF, 0)
 
 
 @triton.jit
-def _step(source, address, window_bytes, first, valid):
-    """The sum over words [first, first + BLOCK_WORDS) of each lane's window."""
+def _covered(source, window_bytes, first, valid):
+    """Which of words [first, first + BLOCK_WORDS) of each lane's window there are."""
     j = first + tl.arange(0, source.BLOCK_WORDS).to(tl.int64)
-    keep = valid[:, None] & (j[None, :] >= 0)
+    covered = valid[:, None] & (j[None, :] >= 0)
     if source.WHOLE_STEPS == 0:
         # The window's end keeps loads inside the token; the alignment divides it.
-        keep = keep & (j[None, :] * 8 < window_bytes[:, None])
+        covered = covered & (j[None, :] * 8 < window_bytes[:, None])
+    return covered
+
+
+@triton.jit
+def _load_words(source, address, window_bytes, first, valid):
+    """Words [first, first + BLOCK_WORDS) of each lane's window, the last one padded with zeros."""
+    j = first + tl.arange(0, source.BLOCK_WORDS).to(tl.int64)
+    keep = _covered(source, window_bytes, first, valid)
     if source.ALIGNMENT >= 8:
         pointer = address.to(tl.pointer_type(tl.uint64))[:, None] + j[None, :]
         if source.ALIGNMENT == 16:
             pointer = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), 16)[:, None] + j[None, :]
-        word = tl.load(pointer, mask=keep, other=0)
+        # Not needed again before the model reads it: what else is in the L2 cache may stay there.
+        word = tl.load(pointer, mask=keep, other=0, eviction_policy="evict_first")
     else:
         word = tl.zeros(keep.shape, dtype=tl.uint64)
         for part in tl.static_range(8 // source.ALIGNMENT):
@@ -131,4 +177,12 @@ def _step(source, address, window_bytes, first, valid):
             else:
                 piece = tl.load(pointer.to(tl.pointer_type(tl.uint8)), mask=inside, other=0).to(tl.uint64)
             word = word | (piece << (8 * source.ALIGNMENT * part))
-    return tl.sum(tl.where(keep, mix(word ^ mix(as_u64(j))[None, :]), 0), axis=1)
+    return word
+
+
+@triton.jit
+def _fold(source, words, window_bytes, first, valid):
+    """The sum over words [first, first + BLOCK_WORDS) of each lane's window."""
+    j = first + tl.arange(0, source.BLOCK_WORDS).to(tl.int64)
+    mixed = mix(words ^ mix(as_u64(j))[None, :])
+    return tl.sum(tl.where(_covered(source, window_bytes, first, valid), mixed, 0), axis=1)

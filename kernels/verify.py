@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 
 from kv_canary.kernels.checking import BLOCK_ENTRIES, check_entries
-from kv_canary.kernels.launching import persistent_grid
+from kv_canary.kernels.launching import begin, overlapping, persistent_grid
 from kv_canary.kernels.records import records_of
+from kv_canary.kernels.reporting import log_of
 from kv_canary.kernels.sources import source_of
 from kv_canary.specs.structures import Endpoint, VerifyPlan, ViolationLog
 
@@ -30,15 +31,15 @@ def _verify(
     num_anchors,
     step_ptr,
     # outputs
-    ring_ptr,
-    ring_cap,
-    count_ptr,
+    log,
     counters_ptr,
     # constants
     TAG: tl.constexpr,
     TRACK_LIFETIME: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     n = tl.minimum(tl.maximum(tl.load(num_valid_ptr), 0).to(tl.int64), capacity)
     step = tl.load(step_ptr)
     pid = tl.program_id(0).to(tl.int64)
@@ -64,9 +65,7 @@ def _verify(
             num_anchors,
             step,
             # outputs
-            ring_ptr,
-            ring_cap,
-            count_ptr,
+            log,
             # constants
             TAG,
             TRACK_LIFETIME,
@@ -103,13 +102,12 @@ def verify(
         0 if anchors is None else anchors.shape[0],
         step,
         # outputs
-        violations.ring,
-        violations.ring.shape[0],
-        violations.count,
+        log_of(violations),
         counters,
         # constants
         TAG=int(endpoint.tag),
         TRACK_LIFETIME=track_lifetime,
         BLOCK=BLOCK_ENTRIES,
         num_warps=BLOCK_ENTRIES // 32,
+        **overlapping(step.device),
     )

@@ -1,6 +1,7 @@
 """verify_prefixes: the Triton kernels. Many programs find and check the entries.
 
-Where the requests are few, each of them lays out the batch for itself; else, one does so in a launch before.
+Where the entries are few, each of them lays out the batch for itself, which saves a launch; else a launch before does,
+for that takes as long as checking a tile of entries.
 """
 
 from __future__ import annotations
@@ -16,22 +17,26 @@ from kv_canary.kernels.batches import (
     find_entries,
     lay_out,
     lay_out_alone,
+    layout_options,
     tables_of,
     tokens_of,
 )
 from kv_canary.kernels.checking import BLOCK_ENTRIES, check_entries
-from kv_canary.kernels.launching import persistent_grid
+from kv_canary.kernels.launching import begin, few_entries, overlapping, persistent_grid
 from kv_canary.kernels.records import records_of
+from kv_canary.kernels.reporting import log_of
 from kv_canary.kernels.sources import source_of
 from kv_canary.specs.structures import Endpoint, ResolvedSlots, ViolationLog, WritePlan
-
-PER_WARP, OPTIONS = 32, {}
-# Requests that every program lays out for itself.
-MOST_REQUESTS = 1024
 
 _LUT_RANGE = tl.constexpr(int(Status.LUT_RANGE))
 _WORDS = tl.constexpr(RESOLVED_WORDS)
 _INT32_MAX = tl.constexpr((1 << 31) - 1)
+
+
+@triton.jit
+def _fit(x):
+    """int64 `x` as int32, the largest one where it is larger."""
+    return tl.minimum(x, _INT32_MAX).to(tl.int32)
 
 
 @triton.jit
@@ -60,9 +65,7 @@ def _verify_prefixes(
     num_requested_ptr,
     entries_ptr,
     status_ptr,
-    ring_ptr,
-    ring_cap,
-    count_ptr,
+    log,
     counters_ptr,
     # constants
     TAG: tl.constexpr,
@@ -70,7 +73,9 @@ def _verify_prefixes(
     LAYS_OUT: tl.constexpr,
     BLOCK_REQUESTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     pid = tl.program_id(0).to(tl.int64)
     if LAYS_OUT:
         n = lay_out(
@@ -107,17 +112,16 @@ def _verify_prefixes(
         entry = first + tl.arange(0, BLOCK)
         live = entry < n
         r, row, slot, previous, position, token, lut_bad = find_entries(
-            batch, tables, tokens, entry_offsets_ptr, entry, live
+            batch, tables, tokens, entry_offsets_ptr, first, n, BLOCK
         )
-        if tables.lut is not None:
-            if tl.sum(lut_bad.to(tl.int32), axis=0) > 0:
-                tl.atomic_or(status_ptr, _LUT_RANGE)
+        if tables.lut is not None and tl.sum(lut_bad.to(tl.int32), axis=0) > 0:
+            tl.atomic_or(status_ptr, _LUT_RANGE)
+        # In the order of the words: slot, previous, position, request.
+        even = tl.join(_fit(slot), _fit(position))
+        words = tl.join(even, tl.join(_fit(previous), r.to(tl.int32)))
+        where = entry[:, None, None] * _WORDS + tl.arange(0, 2)[None, :, None] * 2 + tl.arange(0, 2)[None, None, :]
         # entry < n <= capacity of the resolved slots
-        out_ptr = entries_ptr + entry * _WORDS
-        tl.store(out_ptr, tl.minimum(slot, _INT32_MAX).to(tl.int32), mask=live)
-        tl.store(out_ptr + 1, tl.minimum(previous, _INT32_MAX).to(tl.int32), mask=live)
-        tl.store(out_ptr + 2, tl.minimum(position, _INT32_MAX).to(tl.int32), mask=live)
-        tl.store(out_ptr + 3, r.to(tl.int32), mask=live)
+        tl.store(entries_ptr + where, words, mask=live[:, None, None])
         check_entries(
             slot,
             previous,
@@ -134,9 +138,7 @@ def _verify_prefixes(
             num_anchors,
             step,
             # outputs
-            ring_ptr,
-            ring_cap,
-            count_ptr,
+            log,
             # constants
             TAG,
             TRACK_LIFETIME,
@@ -184,9 +186,10 @@ def verify_prefixes(
         resolved.num_requested,
     )
     # The status has one writer then: with a LUT, all programs may add to it.
-    lays_out = batch.size <= MOST_REQUESTS and lut is None
+    lays_out = capacity <= few_entries(rows.device) and batch.size <= BLOCK_REQUESTS and lut is None
     if not lays_out:
-        lay_out_alone[(1,)](batch, owners, tables, capacity, *plan_arguments, status, BLOCK=BLOCK_REQUESTS)
+        options = layout_options(batch.size, rows.device)
+        lay_out_alone[(2,)](batch, owners, tables, capacity, *plan_arguments, status, **options)
     (programs,) = persistent_grid(triton.cdiv(capacity, BLOCK_ENTRIES), rows.device)
     _verify_prefixes[(programs + lays_out,)](
         # inputs
@@ -205,9 +208,7 @@ def verify_prefixes(
         *plan_arguments,
         resolved.entries,
         status,
-        violations.ring,
-        violations.ring.shape[0],
-        violations.count,
+        log_of(violations),
         counters,
         # constants
         TAG=int(endpoint.tag),
@@ -215,6 +216,6 @@ def verify_prefixes(
         LAYS_OUT=lays_out,
         BLOCK_REQUESTS=BLOCK_REQUESTS,
         BLOCK=BLOCK_ENTRIES,
-        num_warps=BLOCK_ENTRIES // PER_WARP,
-        **OPTIONS,
+        num_warps=BLOCK_ENTRIES // 32,
+        **overlapping(rows.device),
     )

@@ -9,12 +9,12 @@ import triton.language as tl
 from kv_canary.constants import RESOLVED_WORDS
 from kv_canary.kernels.batches import expected_token, tokens_of
 from kv_canary.kernels.checking import BLOCK_ENTRIES, check_entries
-from kv_canary.kernels.launching import persistent_grid
+from kv_canary.kernels.launching import begin, overlapping, persistent_grid
 from kv_canary.kernels.records import records_of
+from kv_canary.kernels.reporting import log_of
 from kv_canary.kernels.sources import source_of
 from kv_canary.specs.structures import Endpoint, ResolvedSlots, ViolationLog
 
-PER_WARP, OPTIONS = 32, {}
 _WORDS = tl.constexpr(RESOLVED_WORDS)
 
 
@@ -34,15 +34,15 @@ def _verify_resolved(
     num_anchors,
     step_ptr,
     # outputs
-    ring_ptr,
-    ring_cap,
-    count_ptr,
+    log,
     counters_ptr,
     # constants
     TAG: tl.constexpr,
     TRACK_LIFETIME: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     n = tl.minimum(tl.maximum(tl.load(num_valid_ptr), 0).to(tl.int64), capacity)
     step = tl.load(step_ptr)
     pid = tl.program_id(0).to(tl.int64)
@@ -78,9 +78,7 @@ def _verify_resolved(
             num_anchors,
             step,
             # outputs
-            ring_ptr,
-            ring_cap,
-            count_ptr,
+            log,
             # constants
             TAG,
             TRACK_LIFETIME,
@@ -120,14 +118,12 @@ def verify_resolved(
         0 if anchors is None else anchors.shape[0],
         step,
         # outputs
-        violations.ring,
-        violations.ring.shape[0],
-        violations.count,
+        log_of(violations),
         counters,
         # constants
         TAG=int(endpoint.tag),
         TRACK_LIFETIME=track_lifetime,
         BLOCK=BLOCK_ENTRIES,
-        num_warps=BLOCK_ENTRIES // PER_WARP,
-        **OPTIONS,
+        num_warps=BLOCK_ENTRIES // 32,
+        **overlapping(rows.device),
     )

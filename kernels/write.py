@@ -14,10 +14,17 @@ import triton.language as tl
 
 from kv_canary.constants import CHAIN_MULTIPLIER, OWNER_MASK, Reason
 from kv_canary.kernels.hashing import as_i64, as_u64, chain_inverse, chain_scale, identity, mix, writer_word
-from kv_canary.kernels.launching import one_program_lanes, persistent_grid
+from kv_canary.kernels.launching import begin, one_program_lanes, overlapping, persistent_grid
 from kv_canary.kernels.records import load_record, record_address, records_of, store_record
 from kv_canary.kernels.reporting import log_of, report
-from kv_canary.kernels.sources import MAX_BLOCK_WORDS, covered_bytes, fingerprint, in_source, source_of
+from kv_canary.kernels.sources import (
+    MAX_BLOCK_WORDS,
+    begin_fingerprint,
+    covered_bytes,
+    end_fingerprint,
+    in_source,
+    source_of,
+)
 from kv_canary.specs.structures import Endpoint, ViolationLog, WritePlan
 from kv_canary.specs.write import TILE_TOKENS
 
@@ -163,10 +170,17 @@ def _read_tile(
     # The request of each token is the last one that begins at or before it.
     begins = tl.minimum(tl.maximum(starts - entry, 0), TILE).to(tl.int32)
     at = tl.zeros([TILE], tl.int32)
-    for bit in tl.static_range(REQUEST_BITS):
-        # at is a sum of other powers of two below REQUESTS, so that at + this one stays below.
-        later = at + (REQUESTS >> (bit + 1))
-        at = tl.where(tl.gather(begins, later, 0) <= lane, later, at)
+    alike = False
+    if REQUESTS == TILE:
+        # In most decode batches every request has one token; behind the last one the next request would begin.
+        alike = tl.sum(((begins != lane) & (entry + lane <= total)).to(tl.int32), axis=0) == 0
+    if alike:
+        at = lane
+    else:
+        for bit in tl.static_range(REQUEST_BITS):
+            # at is a sum of other powers of two below REQUESTS, so that at + this one stays below.
+            later = at + (REQUESTS >> (bit + 1))
+            at = tl.where(tl.gather(begins, later, 0) <= lane, later, at)
     begin = tl.gather(begins, at, 0)
     j = tl.gather(token - starts, at, 0) + entry + lane
     r = first + at
@@ -184,7 +198,12 @@ def _read_tile(
     stored = live & in_range & (slot != 0)
     ident = identity(input_id, position)
     where = as_i64(ident >> 32)
-    kv = fingerprint(k_source, slot, where, stored) | (fingerprint(v_source, slot, where, stored) << 32)
+    k_begun = begin_fingerprint(k_source, slot, where, stored)
+    v_begun = begin_fingerprint(v_source, slot, where, stored)
+    if TRACK_LIFETIME:
+        # stored: 0 < slot < num_slots
+        old_ident, old_chain, old_kv, old_writer = load_record(records, slot, stored)
+    kv = end_fingerprint(k_source, k_begun, stored) | (end_fingerprint(v_source, v_begun, stored) << 32)
 
     spilled = tl.max(tl.where(starts <= entry, starts, 0), axis=0) < entry
     tail = tl.where(spilled & (begin == 0), carry, tail)
@@ -203,8 +222,6 @@ def _read_tile(
         expected_id = tl.load(inputs.expected + j, mask=live, other=0)
         reasons += tl.where(live & (input_id != expected_id), _WRITE_TOKEN, 0)
     if TRACK_LIFETIME:
-        # stored: 0 < slot < num_slots
-        old_ident, old_chain, old_kv, old_writer = load_record(records, slot, stored)
         in_use = stored & ((old_ident | old_chain | old_kv | old_writer) != 0) & (old_writer >= 0)
         foreign = (old_writer & _OWNER_MASK) != (owner & _OWNER_MASK)
         differs = (as_u64(old_ident) != ident) | (as_u64(old_chain) != chain)
@@ -282,8 +299,10 @@ def _write_at_once(
     REQUEST_BITS: tl.constexpr,
     TILE: tl.constexpr,
     TILE_BITS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program, for at most REQUESTS requests, which has read every seed before it stores."""
+    begin(OVERLAPS)
     n = tl.minimum(tl.maximum(tl.load(plan.num_requests), 0).to(tl.int64), plan.capacity)
     zero = n - n
     tl.atomic_add(counters_ptr + TAG * 2, 1)
@@ -355,8 +374,10 @@ def _prepare(
     REQUESTS: tl.constexpr,
     TILE: tl.constexpr,
     TILE_BITS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Check every seed, and leave what each tile adds to the chain of the request that goes on behind it."""
+    begin(OVERLAPS)
     pid, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     n = tl.minimum(tl.maximum(tl.load(plan.num_requests), 0).to(tl.int64), plan.capacity)
     if pid == 0:
@@ -412,8 +433,10 @@ def _store(
     REQUEST_BITS: tl.constexpr,
     TILE: tl.constexpr,
     TILE_BITS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Report and store every token, each tile from the chain that the tiles before it lead to."""
+    begin(OVERLAPS)
     pid, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     n = tl.minimum(tl.maximum(tl.load(plan.num_requests), 0).to(tl.int64), plan.capacity)
     tiles_before, own = pid - pid, pid
@@ -522,6 +545,7 @@ def write(
             TILE=lanes,
             TILE_BITS=lanes.bit_length() - 1,
             num_warps=lanes // 32,
+            **overlapping(step.device),
         )
         return
 
@@ -530,6 +554,7 @@ def write(
     requests = min(MAX_REQUESTS, max(128, triton.next_power_of_2(capacity)))
     grid = persistent_grid(triton.cdiv(num_tokens, tile) + triton.cdiv(capacity, requests), step.device)
     constants = {"TAG": tag, "REQUESTS": requests, "TILE": tile, "TILE_BITS": tile.bit_length() - 1}
+    constants |= overlapping(step.device)
     _prepare[grid](plan, inputs, outputs[0], tile_sums, *outputs[1:], **constants)
     _store[grid](
         plan,
