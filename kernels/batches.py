@@ -162,12 +162,15 @@ def lay_out(
 ):
     """Find where each request's entries begin, and return how many there are, as far as they fit the capacity.
 
+    The offsets are followed by the longest stride.
+
     Several programs may do it at once, for what they leave is the same. One of them `plans`: it leaves the write plan
     too, and the status but for LUT_RANGE.
     """
     status = tl.zeros([BLOCK], dtype=tl.int32)
     entries = tl.zeros([1], dtype=tl.int64)
     tokens = tl.zeros([1], dtype=tl.int64)
+    longest = tl.zeros([1], dtype=tl.int64)
     for first in range(0, batch.size, BLOCK):
         r = first + tl.arange(0, BLOCK).to(tl.int64)
         inside = r < batch.size
@@ -186,6 +189,7 @@ def lay_out(
         count = tl.maximum(prefix - start, 0)
         if batch.strides is not None:
             stride = tl.load(batch.strides + r, mask=inside, other=1)
+            longest = tl.maximum(longest, tl.max(stride, axis=0))
             if tl.max(stride, axis=0) > 1:
                 _first, kept, front, back, last_alone = _kept_blocks(start, prefix, stride, tl.load(batch.step))
                 strided = kept * _STRIDE_BLOCK - front - back + last_alone.to(tl.int64)
@@ -211,6 +215,7 @@ def lay_out(
             tl.store(out_seed_slots_ptr + r, tl.where(seeded, seed, _HEAD_OF_CHAIN), mask=inside)
     requested = tl.sum(entries, axis=0)
     tl.store(entry_offsets_ptr, 0)
+    tl.store(entry_offsets_ptr + batch.size + 1, tl.max(longest, axis=0))
     if plans:
         tl.store(out_offsets_ptr, 0)
         tl.store(num_requests_ptr, batch.size)
@@ -289,7 +294,7 @@ def find_entries(batch, tables, tokens, entry_offsets_ptr, first, n, BLOCK: tl.c
     if batch.strides is not None:
         stride = tl.load(batch.strides + r, mask=valid, other=1)
         # Divisions, which most batches do without.
-        if tl.max(stride, axis=0) > 1:
+        if tl.load(entry_offsets_ptr + batch.size + 1) > 1:
             kept_first, kept, front, back, _alone = _kept_blocks(start, prefix, stride, tl.load(batch.step))
             nth = k + front
             in_blocks = (kept_first + nth // _STRIDE_BLOCK * stride) * _STRIDE_BLOCK + nth % _STRIDE_BLOCK

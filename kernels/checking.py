@@ -9,10 +9,24 @@ from kv_canary.constants import ANCHOR, HEAD_OF_CHAIN, Reason
 from kv_canary.kernels.hashing import as_i64, as_u64, next_chain
 from kv_canary.kernels.records import load_record, record_address
 from kv_canary.kernels.reporting import report
-from kv_canary.kernels.sources import begin_fingerprint, end_fingerprint, fingerprint, in_source
+from kv_canary.kernels.sources import (
+    MAX_BLOCK_WORDS,
+    NARROW_BYTES,
+    Source,
+    begin_fingerprint,
+    covered_bytes,
+    end_fingerprint,
+    fingerprint,
+    in_source,
+    source_of,
+)
+from kv_canary.specs.structures import Endpoint
 
 # Entries of a tile: one for each thread, so that nothing has to be passed between them.
 BLOCK_ENTRIES = 128
+# Words that one step takes of a fingerprint of more than NARROW_BYTES, and registers of each thread then.
+WIDE_WORDS = 16
+WIDE_REGISTERS = 128
 
 _ANCHOR = tl.constexpr(ANCHOR)
 _HEAD_OF_CHAIN = tl.constexpr(HEAD_OF_CHAIN)
@@ -25,6 +39,22 @@ _UNMAPPED = tl.constexpr(int(Reason.UNMAPPED))
 _SLOT_RANGE = tl.constexpr(int(Reason.SLOT_RANGE))
 _NEVER_WRITTEN = tl.constexpr(int(Reason.NEVER_WRITTEN))
 _FREED = tl.constexpr(int(Reason.FREED))
+
+
+def sources_of(endpoint: Endpoint) -> tuple[Source | None, Source | None]:
+    """Return what a kernel that checks entries is told of K and V."""
+    words = WIDE_WORDS if _wide(endpoint) else MAX_BLOCK_WORDS
+    return source_of(endpoint.k_source, max_words=words), source_of(endpoint.v_source, max_words=words)
+
+
+def tile_options(endpoint: Endpoint) -> dict[str, int]:
+    """Return the options of a launch whose kernel checks entries: entries of a tile, warps and registers."""
+    options = {"BLOCK": BLOCK_ENTRIES, "num_warps": BLOCK_ENTRIES // 32}
+    return {**options, "maxnreg": WIDE_REGISTERS} if _wide(endpoint) else options
+
+
+def _wide(endpoint: Endpoint) -> bool:
+    return covered_bytes(endpoint.k_source) + covered_bytes(endpoint.v_source) > NARROW_BYTES
 
 
 @triton.jit

@@ -40,11 +40,13 @@ def record_address(records, slot):
 def load_record(records, slot, valid):
     """IDENTITY, CHAIN, KV and WRITER of each valid slot's record, by loads of 16 bytes; zeros for the others.
 
+    They go past the L1 cache, which is for what programs share.
+
     valid: only where 0 <= slot < num_slots.
     """
     address = record_address(records, slot)[:, None] + tl.arange(0, 2)[None, :]
-    ident, chain = tl.split(tl.load(address, mask=valid[:, None], other=0))
-    kv, writer = tl.split(tl.load(address + 2, mask=valid[:, None], other=0))
+    ident, chain = tl.split(tl.load(address, mask=valid[:, None], other=0, cache_modifier=".cg"))
+    kv, writer = tl.split(tl.load(address + 2, mask=valid[:, None], other=0, cache_modifier=".cg"))
     return ident, chain, kv, writer
 
 

@@ -10,6 +10,8 @@ import triton.language as tl
 from kv_canary.kernels.hashing import as_u64, mix
 from kv_canary.specs.structures import KvSource
 
+# Fingerprints of at most so many bytes of each token are narrow: there is a thread for each.
+NARROW_BYTES = 256
 # Words that one step of a fingerprint takes, unless a kernel has room for more.
 MAX_BLOCK_WORDS = 32
 
@@ -162,7 +164,7 @@ def _load_words(source, address, window_bytes, first, valid):
         pointer = address.to(tl.pointer_type(tl.uint64))[:, None] + j[None, :]
         if source.ALIGNMENT == 16:
             pointer = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), 16)[:, None] + j[None, :]
-        # Not needed again before the model reads it: what else is in the L2 cache may stay there.
+        # Not needed again before the model reads it: what else is in the caches may stay there.
         word = tl.load(pointer, mask=keep, other=0, eviction_policy="evict_first")
     else:
         word = tl.zeros(keep.shape, dtype=tl.uint64)

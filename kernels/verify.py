@@ -6,11 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_canary.kernels.checking import BLOCK_ENTRIES, check_entries
+from kv_canary.kernels.checking import check_entries, sources_of, tile_options
 from kv_canary.kernels.launching import begin, overlapping, persistent_grid
 from kv_canary.kernels.records import records_of
 from kv_canary.kernels.reporting import log_of
-from kv_canary.kernels.sources import source_of
 from kv_canary.specs.structures import Endpoint, VerifyPlan, ViolationLog
 
 
@@ -85,7 +84,8 @@ def verify(
 ) -> None:
     """Check the planned records against neighbours, positions and K/V bytes; see specs/verify.py."""
     capacity = verify_plan.slots.shape[0]
-    grid = persistent_grid(triton.cdiv(capacity, BLOCK_ENTRIES), step.device)
+    tile = tile_options(endpoint)
+    grid = persistent_grid(triton.cdiv(capacity, tile["BLOCK"]), step.device)
     _verify[grid](
         # inputs
         verify_plan.slots,
@@ -96,8 +96,7 @@ def verify(
         verify_plan.num_valid,
         capacity,
         records_of(endpoint.records),
-        source_of(endpoint.k_source),
-        source_of(endpoint.v_source),
+        *sources_of(endpoint),
         anchors,
         0 if anchors is None else anchors.shape[0],
         step,
@@ -107,7 +106,6 @@ def verify(
         # constants
         TAG=int(endpoint.tag),
         TRACK_LIFETIME=track_lifetime,
-        BLOCK=BLOCK_ENTRIES,
-        num_warps=BLOCK_ENTRIES // 32,
+        **tile,
         **overlapping(step.device),
     )

@@ -21,11 +21,10 @@ from kv_canary.kernels.batches import (
     tables_of,
     tokens_of,
 )
-from kv_canary.kernels.checking import BLOCK_ENTRIES, check_entries
+from kv_canary.kernels.checking import check_entries, sources_of, tile_options
 from kv_canary.kernels.launching import begin, few_entries, overlapping, persistent_grid
 from kv_canary.kernels.records import records_of
 from kv_canary.kernels.reporting import log_of
-from kv_canary.kernels.sources import source_of
 from kv_canary.specs.structures import Endpoint, ResolvedSlots, ViolationLog, WritePlan
 
 _LUT_RANGE = tl.constexpr(int(Status.LUT_RANGE))
@@ -172,6 +171,7 @@ def verify_prefixes(
 ) -> None:
     """Check every cached position of a batch, straight from the tables; see specs/verify_prefixes.py."""
     capacity = resolved.entries.shape[0]
+    tile = tile_options(endpoint)
     batch = batch_of(rows, prefix_lens, extend_lens, strides, step)
     tables = tables_of(req_to_token, lut, window)
     plan_arguments = (
@@ -190,7 +190,7 @@ def verify_prefixes(
     if not lays_out:
         options = layout_options(batch.size, rows.device)
         lay_out_alone[(2,)](batch, owners, tables, capacity, *plan_arguments, status, **options)
-    (programs,) = persistent_grid(triton.cdiv(capacity, BLOCK_ENTRIES), rows.device)
+    (programs,) = persistent_grid(triton.cdiv(capacity, tile["BLOCK"]), rows.device)
     _verify_prefixes[(programs + lays_out,)](
         # inputs
         batch,
@@ -199,8 +199,7 @@ def verify_prefixes(
         tokens_of(expected_tokens, expected_lens, token_offset),
         capacity,
         records_of(endpoint.records),
-        source_of(endpoint.k_source),
-        source_of(endpoint.v_source),
+        *sources_of(endpoint),
         anchors,
         0 if anchors is None else anchors.shape[0],
         step,
@@ -215,7 +214,6 @@ def verify_prefixes(
         TRACK_LIFETIME=track_lifetime,
         LAYS_OUT=lays_out,
         BLOCK_REQUESTS=BLOCK_REQUESTS,
-        BLOCK=BLOCK_ENTRIES,
-        num_warps=BLOCK_ENTRIES // 32,
+        **tile,
         **overlapping(rows.device),
     )

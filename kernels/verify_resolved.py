@@ -8,11 +8,10 @@ import triton.language as tl
 
 from kv_canary.constants import RESOLVED_WORDS
 from kv_canary.kernels.batches import expected_token, tokens_of
-from kv_canary.kernels.checking import BLOCK_ENTRIES, check_entries
+from kv_canary.kernels.checking import check_entries, sources_of, tile_options
 from kv_canary.kernels.launching import begin, overlapping, persistent_grid
 from kv_canary.kernels.records import records_of
 from kv_canary.kernels.reporting import log_of
-from kv_canary.kernels.sources import source_of
 from kv_canary.specs.structures import Endpoint, ResolvedSlots, ViolationLog
 
 _WORDS = tl.constexpr(RESOLVED_WORDS)
@@ -102,7 +101,8 @@ def verify_resolved(
 ) -> None:
     """Check again the slots that a forward's prefixes were found in; see specs/verify_resolved.py."""
     capacity = resolved.entries.shape[0]
-    grid = persistent_grid(triton.cdiv(capacity, BLOCK_ENTRIES), rows.device)
+    tile = tile_options(endpoint)
+    grid = persistent_grid(triton.cdiv(capacity, tile["BLOCK"]), rows.device)
     _verify_resolved[grid](
         # inputs
         rows,
@@ -112,8 +112,7 @@ def verify_resolved(
         resolved.num_valid,
         capacity,
         records_of(endpoint.records),
-        source_of(endpoint.k_source),
-        source_of(endpoint.v_source),
+        *sources_of(endpoint),
         anchors,
         0 if anchors is None else anchors.shape[0],
         step,
@@ -123,7 +122,6 @@ def verify_resolved(
         # constants
         TAG=int(endpoint.tag),
         TRACK_LIFETIME=track_lifetime,
-        BLOCK=BLOCK_ENTRIES,
-        num_warps=BLOCK_ENTRIES // 32,
+        **tile,
         **overlapping(rows.device),
     )

@@ -19,6 +19,7 @@ from kv_canary.kernels.records import load_record, record_address, records_of, s
 from kv_canary.kernels.reporting import log_of, report
 from kv_canary.kernels.sources import (
     MAX_BLOCK_WORDS,
+    NARROW_BYTES,
     begin_fingerprint,
     covered_bytes,
     end_fingerprint,
@@ -30,9 +31,8 @@ from kv_canary.specs.write import TILE_TOKENS
 
 # Bytes that one program fingerprints.
 ONE_PROGRAM_BYTES = 1 << 17
-# A tile has a token for each thread, unless more bytes than these are fingerprinted of each.
-NARROW_BYTES = 256
 NARROW_TILE = 128
+# Words that one step takes of a wide fingerprint, by several threads for each token, and registers of each.
 WIDE_WORDS = 64
 WIDE_REGISTERS = 128
 # Requests that a program lays out at a time.

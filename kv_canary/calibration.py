@@ -34,7 +34,7 @@ def _replay_seconds(manager: CanaryManager, entries: int) -> float:
     device = manager.device
     one, nothing = (torch.full((1,), value, dtype=torch.int64, device=device) for value in (1, 0))
     prefix, step = torch.full((1,), entries, dtype=torch.int64, device=device), torch.zeros_like(one)
-    no_token, offsets = (torch.zeros(n, dtype=torch.int64, device=device) for n in (0, 2))
+    no_token, offsets = (torch.zeros(n, dtype=torch.int64, device=device) for n in (0, 3))
     status = torch.zeros(1, dtype=torch.int32, device=device)
     log = ViolationLog.allocate(ring_cap=1, device=device)
     counters, tails = torch.zeros_like(manager.state.counters), torch.zeros_like(manager.state.anchors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ from kv_canary.specs.interface import KernelSpec, ScalarSpec, Sizes, StructSpec,
 from kv_canary.specs.structures import VerifyPlan, WritePlan
 
 
-def check_write_capacity(arguments: Mapping[str, Any], sizes: Sizes) -> None:
-    """Raise ValueError unless every request of the batch has a place in the write plan."""
+def check_write_capacity(op: str, arguments: Mapping[str, Any], sizes: Sizes) -> None:
+    """Raise ValueError, in the name of `op`, unless every request of the batch has a place in the write plan."""
     if sizes["bs"] > sizes["write_cap"]:
         expected = f"at least as long as rows ({sizes['bs']} requests)"
-        raise ValueError(must_be("plan", "write_plan", expected, f"a capacity of {sizes['write_cap']}"))
+        raise ValueError(must_be(op, "write_plan", expected, f"a capacity of {sizes['write_cap']}"))
 
 
 SPEC = KernelSpec(
@@ -69,8 +70,11 @@ SPEC = KernelSpec(
         "write_plan": StructSpec(type=WritePlan, role="out", doc="segments to write"),
         "status": TensorSpec(dtype=torch.int32, shape=(1,), role="out", doc="Status bits"),
         "entry_offsets": TensorSpec(
-            dtype=torch.int64, shape=("bs+1",), role="scratch", doc="first entry of each request"
+            dtype=torch.int64,
+            shape=("bs+2",),
+            role="scratch",
+            doc="first entry of each request, their number, and the longest stride",
         ),
     },
-    checks=(check_write_capacity,),
+    checks=(partial(check_write_capacity, "plan"),),
 )

@@ -45,7 +45,7 @@ class VerifyPlan(_Allocates):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ResolvedSlots(_Allocates):
-    """Where the cached positions of a batch were found; allocate with `entry_cap=`. The first `num_valid` entries count.
+    """Where the cached positions of a batch were found; allocate with `entry_cap=`. The first `num_valid` count.
 
     What of an entry does not fit 32 bits is held as the largest number that does.
     """

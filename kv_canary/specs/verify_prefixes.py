@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from kv_canary.constants import Tag
@@ -61,8 +63,11 @@ SPEC = KernelSpec(
         "violations": StructSpec(type=ViolationLog, role="inout", compare="violations", doc="where violations go"),
         "counters": TensorSpec(dtype=torch.int64, shape=(len(Tag), 2), role="inout", doc="launches, entries; by tag"),
         "entry_offsets": TensorSpec(
-            dtype=torch.int64, shape=("bs+1",), role="scratch", doc="first entry of each request"
+            dtype=torch.int64,
+            shape=("bs+2",),
+            role="scratch",
+            doc="first entry of each request, their number, and the longest stride",
         ),
     },
-    checks=(check_write_capacity,),
+    checks=(partial(check_write_capacity, "verify_prefixes"),),
 )
