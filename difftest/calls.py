@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kv_canary.difftest.memory import pack, unpack
-from kv_canary.reference.hashing import identity, walk_chain
+from kv_canary.reference.hashing import identity, walk_chains
 from kv_canary.specs.interface import KernelSpec, ScalarSpec, StructSpec
 from kv_canary.specs.structures import KvSource
 
@@ -166,7 +166,7 @@ def _write_is_defined(call: Mapping[str, Any]) -> bool:
         if first >= last:
             continue
         identities = identity(ids[first:last], positions[first:last])
-        chains = walk_chain(int(tails[row]), identities)
+        chains = walk_chains(tails[row : row + 1], torch.tensor([last - first]), identities).tolist()
         for slot, ident, chain in zip(slots[first:last], identities.tolist(), chains, strict=True):
             record = (ident, chain, int(plan.owners[r]))
             if 0 < slot < len(call["endpoint"].records) and stored.setdefault(slot, record) != record:

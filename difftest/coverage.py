@@ -39,8 +39,11 @@ class Feature:
 
 
 def _features() -> dict[str, Feature]:
-    batch, launch = "plan write", "verify write"
-    rows = "plan write chain_tails scatter_token_ids"
+    # Ops that read tables, that check records, and that know the tokens to expect.
+    planning, checking = "plan verify_prefixes", "verify verify_prefixes verify_resolved"
+    expecting = f"{planning} verify_resolved"
+    batch, launch = f"{planning} write", f"{checking} write"
+    rows = f"{expecting} write chain_tails scatter_token_ids"
     slots = "move retire"
     table = [
         ("batch:empty", batch, "no live request"),
@@ -51,22 +54,22 @@ def _features() -> dict[str, Feature]:
         ("requests:one", rows, "one request, padding counted"),
         ("requests:several", rows, "more"),
         ("padding:rows", rows, "rows of padding"),
-        ("hostile:value", f"{rows} {slots} verify", "a value that no healthy table holds"),
-        ("attention:full", "plan", "neither window nor LUT"),
-        ("attention:window", "plan", "a window, planned for what the step reads"),
+        ("hostile:value", f"{rows} {slots} {checking}", "a value that no healthy table holds"),
+        ("attention:full", planning, "neither window nor LUT"),
+        ("attention:window", planning, "a window, planned for what the step reads"),
         ("attention:ring", "plan", "a window, planned for what is resident after the step"),
-        ("attention:lut", "plan", "slots are behind a LUT"),
-        ("residency:evicted", "plan", "the LUT maps a slot to 0"),
-        ("capacity:truncated", "plan", "more entries than the plan has room for"),
-        ("strides:some", "plan", "a request's positions are verified in turns"),
-        ("tokens:expected", "plan verify", "entries know their tokens"),
-        ("tokens:shifted", "plan", "a position's token stands elsewhere in its row"),
+        ("attention:lut", planning, "slots are behind a LUT"),
+        ("residency:evicted", planning, "the LUT maps a slot to 0"),
+        ("capacity:truncated", planning, "more entries than there is room for"),
+        ("strides:some", planning, "a request's positions are verified in turns"),
+        ("tokens:expected", f"{planning} {checking}", "entries know their tokens"),
+        ("tokens:shifted", expecting, "a position's token stands elsewhere in its row"),
         ("tokens:oracle", "write", "the input ids to expect are known"),
         ("positions:unchecked", "write", "positions are not checked"),
-        ("sharing:prefix", "plan verify", "two rows name one slot"),
+        ("sharing:prefix", f"{planning} {checking}", "two rows name one slot"),
         ("segment:empty", "write chain_tails scatter_token_ids", "a live request without tokens"),
         ("starts:later", "chain_tails scatter_token_ids", "a row is continued"),
-        ("slot:unmapped", "verify", "a live position has the padding slot"),
+        ("slot:unmapped", checking, "a live position has the padding slot"),
         ("slot:trash", "write", "a live token goes to the padding slot"),
         ("page:one", launch, "a source of one token a row"),
         ("page:many", launch, "of a power of two"),
@@ -90,25 +93,25 @@ def _features() -> dict[str, Feature]:
         ("ring:full", launch, "the log has no room left"),
         ("ring:room", launch, "it has"),
         ("lifetime:tracked", launch, "use after free is looked for"),
-        ("anchors:given", "verify chain_tails", "requests have identities"),
+        ("anchors:given", f"{checking} chain_tails", "requests have identities"),
         ("record:zero", f"{launch} {slots}", "a slot that was never written"),
         ("record:retired", f"{launch} {slots}", "a slot that was freed"),
         ("record:rewritten", "write", "a slot that holds a live record is written"),
         ("move:overlapping", "move", "a slot is moved from and to"),
         ("retire:twice", "retire", "a slot is named twice"),
         ("buffers:two", slots, "two buffers of records"),
-        ("step:wrapped", f"plan {launch} {slots}", "more than 39 bits"),
+        ("step:wrapped", f"{planning} {launch} {slots}", "more than 39 bits"),
         ("owner:wrapped", f"{batch} {slots}", "more than 24 bits"),
-        ("rows:apart", f"plan {launch} {slots} scatter_token_ids", "a table's rows are longer than what is used"),
-        ("rows:giant", f"plan {launch} {slots} scatter_token_ids", "a tensor spans more than 2**31 elements"),
+        ("rows:apart", f"{planning} {launch} {slots} scatter_token_ids", "a table's rows are longer than what is used"),
+        ("rows:giant", f"{planning} {launch} {slots} scatter_token_ids", "a tensor spans more than 2**31 elements"),
         ("tile:write", "write", "a segment is longer than a tile"),
         ("tile:chain", "chain_tails", "a segment is longer than a tile"),
         ("tile:scatter", "scatter_token_ids", "a segment is longer than a tile"),
-        ("tile:verify", "verify", "more entries than a tile has"),
+        ("tile:verify", checking, "more entries than a tile has"),
         ("tile:entries", "plan", "more entries than a tile has"),
-        ("tile:requests", "plan", "more requests than a tile has"),
+        ("tile:requests", planning, "more requests than a tile has"),
         ("tile:slots", slots, "more slots than a tile has"),
-        ("tile:edge", f"plan verify {rows} {slots}", "a length within one of a multiple of the tile"),
+        ("tile:edge", f"{checking} {rows} {slots}", "a length within one of a multiple of the tile"),
     ]
     within_op = {"rows:giant", "layout:short", "move:overlapping", "retire:twice"}
     exclusive = {"batch"}
@@ -136,7 +139,7 @@ INFEASIBLE: tuple[tuple[str, str, str], ...] = (
     *(
         (batch, verified, "no live request with a prefix, nothing to verify")
         for batch in ("batch:empty", "batch:fresh")
-        for verified in ("tile:entries", "capacity:truncated", "sharing:prefix", "slot:unmapped")
+        for verified in ("tile:entries", "tile:verify", "capacity:truncated", "sharing:prefix", "slot:unmapped")
     ),
     ("batch:fresh", "starts:later", "without a prefix there is nothing to bring up"),
     ("batch:decode", "tile:write", "every segment is one token"),

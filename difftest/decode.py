@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kv_canary.constants import OWNER_MASK, RECORD_WORDS, VIOLATION_WORDS, Reason, Status, Tag
+from kv_canary.constants import OWNER_MASK, RECORD_WORDS, RESOLVED_WORDS, VIOLATION_WORDS, Reason, Status, Tag
 from kv_canary.difftest.casefile import CaseFile
 from kv_canary.difftest.runner import violation_logs
 from kv_canary.difftest.trace import writes_to
@@ -18,6 +18,8 @@ from kv_canary.specs.interface import KernelSpec, Leaf
 MOST = 20
 
 RECORD_FIELDS = ("IDENTITY", "CHAIN", "KV", "WRITER")
+# The words of an entry that verify_prefixes resolved.
+ENTRY_FIELDS = ("slot", "previous", "position", "request")
 SLOT_CODES = {-1: "HEAD_OF_CHAIN", -2: "UNCHECKED", -3: "BAD_SLOT"}
 VIOLATION_FIELDS = (
     "tag",
@@ -169,6 +171,11 @@ def say_record_word(name: str, value: int) -> str:
     return f"{bits:016x}"
 
 
+def say_slot(value: int) -> str:
+    """Say which slot, or which slot code, a plan names."""
+    return SLOT_CODES.get(value, f"slot {value}")
+
+
 Where = Callable[[int, int], str]
 Say = Callable[[int, int, Any], str]
 
@@ -193,6 +200,11 @@ def _meaning(leaf: Leaf) -> tuple[Where, Say]:
             lambda row, column: f"{Tag(row).name if row < len(Tag) else row}, {('launches', 'entries')[column]}",
             lambda row, column, value: str(value),
         )
+    if shape == ("entry_cap", RESOLVED_WORDS):
+        return (
+            lambda row, column: f"entry {row}, {ENTRY_FIELDS[column]}",
+            lambda row, column, value: say_slot(value) if column < 2 else str(value),
+        )
     first = str(shape[0]).split("+")[0] if shape and isinstance(shape[0], str) else "element"
     noun = {
         "verify_cap": "entry",
@@ -202,7 +214,7 @@ def _meaning(leaf: Leaf) -> tuple[Where, Say]:
         "num_slots": "slot",
     }.get(first, first)
     if name in ("slots", "prev_slots", "seed_slots"):
-        return lambda row, column: f"{noun} {row}", lambda row, column, value: SLOT_CODES.get(value, f"slot {value}")
+        return lambda row, column: f"{noun} {row}", lambda row, column, value: say_slot(value)
     if len(shape) > 1:
         return lambda row, column: f"{noun} {row}, {column}", lambda row, column, value: str(value)
     return lambda row, column: f"{noun} {row}" if first != "element" else f"[{row}]", lambda row, column, value: str(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,13 +12,13 @@ from kv_canary.specs.structures import Endpoint, KvSource
 
 # Elements that a kernel takes at a time, by the feature of a call that has more: `tile:<name>`.
 TILES = {
-    "write": 256,
-    "chain": 1024,
+    "write": 128,
+    "chain": 4096,
     "verify": 128,
     "entries": 256,
     "requests": 256,
     "scatter": 512,
-    "slots": 256,
+    "slots": 128,
 }
 # A tensor that spans more elements than this has addresses that 32 bits cannot hold.
 GIANT = 1 << 31
@@ -33,6 +33,20 @@ def of_call(op: str, arguments: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _plan(a: Mapping[str, Any]) -> Features:
+    yield from _prefixes(a, capacity=len(a["verify_plan"].slots), after_write=a["after_write"], tile="entries")
+    if a["step"] is not None:
+        yield from _step(a["step"])
+
+
+def _verify_prefixes(a: Mapping[str, Any]) -> Features:
+    slots = yield from _prefixes(a, capacity=len(a["resolved"].entries), after_write=False, tile="verify")
+    yield from _checked(a, slots)
+
+
+def _prefixes(
+    a: Mapping[str, Any], *, capacity: int, after_write: bool, tile: str
+) -> Generator[str, None, torch.Tensor]:
+    """What plan and verify_prefixes have in common; return the slots that entries are found in, where there is one."""
     table, lut, window = a["req_to_token"], a["lut"], a["window"]
     num_rows, max_len = table.shape
     rows, prefix, extend = a["rows"], a["prefix_lens"], a["extend_lens"]
@@ -49,9 +63,9 @@ def _plan(a: Mapping[str, Any]) -> Features:
         if lut is not None
         else "attention:full"
         if not window
-        else ("attention:ring" if a["after_write"] else "attention:window")
+        else ("attention:ring" if after_write else "attention:window")
     )
-    first = prefix + extend - 1 if a["after_write"] else prefix
+    first = prefix + extend - 1 if after_write else prefix
     start = (first - window).clamp(min=0) if window else torch.zeros_like(prefix)
     counts = torch.where(live, prefix - start, 0).clamp(min=0)
     request = torch.repeat_interleave(torch.arange(len(rows)), counts)
@@ -63,24 +77,32 @@ def _plan(a: Mapping[str, Any]) -> Features:
         request, position = request[kept], position[kept]
         if bool((a["strides"] > 1).any()):
             yield "strides:some"
-    if len(request) > len(a["verify_plan"].slots):
+    if len(request) > capacity:
         yield "capacity:truncated"
-    yield from _tile("entries", min(len(request), len(a["verify_plan"].slots)))
-    slots = table[rows[request], position].to(torch.int64)
+        request, position = request[:capacity], position[:capacity]
+    yield from _tile(tile, len(request))
+    slots: torch.Tensor = table[rows[request], position].to(torch.int64)
     if lut is not None:
         if bool((lut < 0).any()) or bool(((table < 0) | (table >= len(lut))).any()):
             yield "hostile:value"
         if bool((lut[1:] == 0).any()):
             yield "residency:evicted"
     yield from _shared(slots, rows[request])
+    yield from _expected(a)
+    yield from _owners(a["owners"])
+    yield from _tables(table)
+    if lut is not None:
+        slots = lut[slots[(slots >= 0) & (slots < len(lut))]]
+    return slots
+
+
+def _expected(a: Mapping[str, Any]) -> Features:
+    """What there is of a token to expect."""
     if a["expected_tokens"] is not None:
         yield "tokens:expected"
     if a["token_offset"]:
         yield "tokens:shifted"
-    yield from _owners(a["owners"])
-    if a["step"] is not None:
-        yield from _step(a["step"])
-    yield from _tables(table, a["expected_tokens"])
+    yield from _tables(a["expected_tokens"])
 
 
 def _verify(a: Mapping[str, Any]) -> Features:
@@ -90,15 +112,38 @@ def _verify(a: Mapping[str, Any]) -> Features:
     slots, previous, rows = plan.slots[:n], plan.prev_slots[:n], plan.rows[:n]
     if valid != n or bool(((slots < 0) | (slots >= num_slots) | (previous < -2) | (previous >= num_slots)).any()):
         yield "hostile:value"
-    if bool((slots == 0).any()):
-        yield "slot:unmapped"
     yield from _tile("verify", n)
     yield from _shared(slots, rows)
     if bool((plan.tokens[:n] >= 0).any()):
         yield "tokens:expected"
+    yield from _checked(a, slots)
+
+
+def _verify_resolved(a: Mapping[str, Any]) -> Features:
+    resolved, rows, num_slots = a["resolved"], a["rows"], len(a["endpoint"].records)
+    valid = int(resolved.num_valid)
+    n = min(max(valid, 0), len(resolved.entries))
+    slots, previous, _, request = resolved.entries[:n].to(torch.int64).unbind(dim=1)
+    inside = (request >= 0) & (request < len(rows))
+    if valid != n or bool(((slots < 0) | (slots >= num_slots) | (previous < -2) | (previous >= num_slots)).any()):
+        yield "hostile:value"
+    if not bool(inside.all()):
+        yield "hostile:value"
+    yield from _requests(rows)
+    yield from _tile("verify", n)
+    yield from _shared(slots[inside], rows[request[inside]])
+    yield from _expected(a)
+    yield from _checked(a, slots)
+
+
+def _checked(a: Mapping[str, Any], slots: torch.Tensor) -> Features:
+    """What the ops that check the records of `slots` have in common."""
+    records = a["endpoint"].records
+    if bool((slots == 0).any()):
+        yield "slot:unmapped"
     if a["anchors"] is not None:
         yield "anchors:given"
-    yield from _records(endpoint.records[slots[(slots > 0) & (slots < num_slots)]])
+    yield from _records(records[slots[(slots > 0) & (slots < len(records))]])
     yield from _launch(a)
 
 
@@ -223,7 +268,7 @@ def _requests(rows: torch.Tensor) -> Features:
 
 
 def _launch(a: Mapping[str, Any]) -> Features:
-    """What verify and write have in common."""
+    """What write and the ops that verify have in common."""
     endpoint: Endpoint = a["endpoint"]
     sources = {"k": endpoint.k_source, "v": endpoint.v_source}
     given = [name for name, source in sources.items() if source is not None]
@@ -309,6 +354,8 @@ def _owners(owners: torch.Tensor | None) -> Features:
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[str]]] = {
     "plan": _plan,
     "verify": _verify,
+    "verify_prefixes": _verify_prefixes,
+    "verify_resolved": _verify_resolved,
     "write": _write,
     "move": _move,
     "retire": _retire,

@@ -39,12 +39,20 @@ from kv_canary.errors import must_be
 from kv_canary.specs.interface import KernelSpec, Leaf, ScalarSpec, TensorSpec, TensorsSpec
 from kv_canary.specs.structures import KvSource
 
-# Fields whose values are indices along a size: where some of those are removed, the values are numbered anew.
-INDICES: Mapping[str, tuple[str, ...]] = {
-    "num_slots": ("slots", "prev_slots", "seed_slots", "out_slots", "src", "dst"),
-    "num_rows": ("rows",),
-    "token_rows": ("rows",),
-    "lut_len": ("req_to_token",),
+# Fields whose values are indices along a size, or columns of theirs: where some of those are removed, the values are
+# numbered anew.
+INDICES: Mapping[str, Mapping[str, slice]] = {
+    "num_slots": {
+        **dict.fromkeys(("slots", "prev_slots", "seed_slots", "out_slots", "src", "dst"), slice(None)),
+        # Without a LUT a table names the slots themselves.
+        **dict.fromkeys(("lut", "req_to_token"), slice(None)),
+        "entries": slice(0, 2),
+    },
+    "num_rows": {"rows": slice(None)},
+    "token_rows": {"rows": slice(None)},
+    "num_anchors": {"rows": slice(None)},
+    "bs": {"entries": slice(3, 4)},
+    "lut_len": {"req_to_token": slice(None)},
 }
 # Values below this are sizes, positions and indices, worth making as small as can be; above it are hashes.
 PLAIN_NUMBERS = 1 << 20
@@ -242,9 +250,17 @@ class _Search:
 
     def _numbered_anew(self, call: Call, symbol: str, kept: torch.Tensor, count: int) -> Call:
         """Return `call`, which keeps `kept` of `count` along `symbol`, with the indices along it as they are now."""
-        names = INDICES.get(symbol, ())
-        indices = [leaf for leaf in self.spec.leaves(call) if leaf.path.split(".")[-1] in names]
-        call = self._with(call, {x.path: relaid(renumbered(x.tensor, kept, count), x.tensor) for x in indices})
+        columns = dict(INDICES.get(symbol, {}))
+        if symbol == "num_slots" and call.get("lut") is not None:
+            columns.pop("req_to_token")
+        smaller: dict[str, torch.Tensor] = {}
+        for leaf in self.spec.leaves(call):
+            name = leaf.path.split(".")[-1]
+            if name in columns:
+                values = leaf.tensor.clone()
+                values[..., columns[name]] = renumbered(values[..., columns[name]], kept, count)
+                smaller[leaf.path] = relaid(values, leaf.tensor)
+        call = self._with(call, smaller)
         for path, source in list(sources(self.spec, call)):
             if symbol == "num_slots" and source.page_size == 1:
                 # A row of the source is a slot's: they go together.

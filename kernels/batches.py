@@ -148,6 +148,7 @@ def lay_out(
     plans,
     # outputs
     entry_offsets_ptr,
+    longest_stride_ptr,
     out_rows_ptr,
     out_owners_ptr,
     out_offsets_ptr,
@@ -161,8 +162,6 @@ def lay_out(
     BLOCK: tl.constexpr,
 ):
     """Find where each request's entries begin, and return how many there are, as far as they fit the capacity.
-
-    The offsets are followed by the longest stride.
 
     Several programs may do it at once, for what they leave is the same. One of them `plans`: it leaves the write plan
     too, and the status but for LUT_RANGE.
@@ -215,7 +214,8 @@ def lay_out(
             tl.store(out_seed_slots_ptr + r, tl.where(seeded, seed, _HEAD_OF_CHAIN), mask=inside)
     requested = tl.sum(entries, axis=0)
     tl.store(entry_offsets_ptr, 0)
-    tl.store(entry_offsets_ptr + batch.size + 1, tl.max(longest, axis=0))
+    if longest_stride_ptr is not None:
+        tl.store(longest_stride_ptr, tl.max(longest, axis=0))
     if plans:
         tl.store(out_offsets_ptr, 0)
         tl.store(num_requests_ptr, batch.size)
@@ -236,6 +236,7 @@ def lay_out_alone(
     capacity,
     # outputs
     entry_offsets_ptr,
+    longest_stride_ptr,
     out_rows_ptr,
     out_owners_ptr,
     out_offsets_ptr,
@@ -260,6 +261,7 @@ def lay_out_alone(
         tl.program_id(0) == 1,
         # outputs
         entry_offsets_ptr,
+        longest_stride_ptr,
         out_rows_ptr,
         out_owners_ptr,
         out_offsets_ptr,
@@ -275,11 +277,12 @@ def lay_out_alone(
 
 
 @triton.jit
-def find_entries(batch, tables, tokens, entry_offsets_ptr, first, n, BLOCK: tl.constexpr):
+def find_entries(batch, tables, tokens, entry_offsets_ptr, longest_stride_ptr, first, n, BLOCK: tl.constexpr):
     """Request, row, slot, previous slot, position and expected token of the entries from `first` on, of n in all, and
     where the LUT was too short.
 
-    All int64 [BLOCK]; entry_offsets is what `lay_out` left. What is past the last entry is anything.
+    All int64 [BLOCK]; entry_offsets, and longest_stride where it is given, are what `lay_out` left. What is past the
+    last entry is anything.
     """
     entry = first + tl.arange(0, BLOCK)
     valid = entry < n
@@ -293,8 +296,9 @@ def find_entries(batch, tables, tokens, entry_offsets_ptr, first, n, BLOCK: tl.c
     position = start + k
     if batch.strides is not None:
         stride = tl.load(batch.strides + r, mask=valid, other=1)
+        longest = tl.max(stride, axis=0) if longest_stride_ptr is None else tl.load(longest_stride_ptr)
         # Divisions, which most batches do without.
-        if tl.load(entry_offsets_ptr + batch.size + 1) > 1:
+        if longest > 1:
             kept_first, kept, front, back, _alone = _kept_blocks(start, prefix, stride, tl.load(batch.step))
             nth = k + front
             in_blocks = (kept_first + nth // _STRIDE_BLOCK * stride) * _STRIDE_BLOCK + nth % _STRIDE_BLOCK

@@ -42,7 +42,7 @@ def _fill_entries(
         entry = first + tl.arange(0, BLOCK)
         valid = entry < n
         _, row, slot, previous, position, token, lut_bad = find_entries(
-            batch, tables, tokens, entry_offsets_ptr, first, n, BLOCK
+            batch, tables, tokens, entry_offsets_ptr, None, first, n, BLOCK
         )
         # entry < n <= capacity of the verify plan
         tl.store(slots_ptr + entry, slot, mask=valid)
@@ -86,6 +86,7 @@ def plan(
         capacity,
         # outputs
         entry_offsets,
+        None,
         write_plan.rows,
         write_plan.owners,
         write_plan.offsets,

@@ -54,6 +54,7 @@ def _verify_prefixes(
     step_ptr,
     # outputs
     entry_offsets_ptr,
+    longest_stride_ptr,
     out_rows_ptr,
     out_owners_ptr,
     out_offsets_ptr,
@@ -87,6 +88,7 @@ def _verify_prefixes(
             pid == tl.num_programs(0) - 1,
             # outputs
             entry_offsets_ptr,
+            longest_stride_ptr,
             out_rows_ptr,
             out_owners_ptr,
             out_offsets_ptr,
@@ -111,7 +113,7 @@ def _verify_prefixes(
         entry = first + tl.arange(0, BLOCK)
         live = entry < n
         r, row, slot, previous, position, token, lut_bad = find_entries(
-            batch, tables, tokens, entry_offsets_ptr, first, n, BLOCK
+            batch, tables, tokens, entry_offsets_ptr, longest_stride_ptr, first, n, BLOCK
         )
         if tables.lut is not None and tl.sum(lut_bad.to(tl.int32), axis=0) > 0:
             tl.atomic_or(status_ptr, _LUT_RANGE)
@@ -168,6 +170,7 @@ def verify_prefixes(
     violations: ViolationLog,
     counters: torch.Tensor,
     entry_offsets: torch.Tensor,
+    longest_stride: torch.Tensor,
 ) -> None:
     """Check every cached position of a batch, straight from the tables; see specs/verify_prefixes.py."""
     capacity = resolved.entries.shape[0]
@@ -176,6 +179,7 @@ def verify_prefixes(
     tables = tables_of(req_to_token, lut, window)
     plan_arguments = (
         entry_offsets,
+        longest_stride,
         write_plan.rows,
         write_plan.owners,
         write_plan.offsets,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,8 +34,8 @@ def _replay_seconds(manager: CanaryManager, entries: int) -> float:
     device = manager.device
     one, nothing = (torch.full((1,), value, dtype=torch.int64, device=device) for value in (1, 0))
     prefix, step = torch.full((1,), entries, dtype=torch.int64, device=device), torch.zeros_like(one)
-    no_token, offsets = (torch.zeros(n, dtype=torch.int64, device=device) for n in (0, 3))
-    status = torch.zeros(1, dtype=torch.int32, device=device)
+    no_token, offsets = (torch.zeros(n, dtype=torch.int64, device=device) for n in (0, 2))
+    status, longest = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros_like(one)
     log = ViolationLog.allocate(ring_cap=1, device=device)
     counters, tails = torch.zeros_like(manager.state.counters), torch.zeros_like(manager.state.anchors)
     work = []
@@ -47,7 +47,7 @@ def _replay_seconds(manager: CanaryManager, entries: int) -> float:
     def run() -> None:
         for group, table, resolved, write_plan in work:
             bytes_at_tail = manager.config.verify_bytes_at_tail
-            found = {"violations": log, "counters": counters, "backend": manager.backend}
+            found: dict[str, Any] = {"violations": log, "counters": counters, "backend": manager.backend}
             ops.verify_prefixes(
                 rows=one,
                 prefix_lens=prefix,
@@ -59,6 +59,7 @@ def _replay_seconds(manager: CanaryManager, entries: int) -> float:
                 write_plan=write_plan,
                 status=status,
                 entry_offsets=offsets,
+                longest_stride=longest,
                 **found,
             )
             ops.verify_resolved(

@@ -150,7 +150,8 @@ class GroupLaunches:
         self.status, self.earlier_status = manager.state.new_status(), manager.state.new_status()
         self._status = manager.state.status(self.status)
         # Scratch, allocated once: nothing is allocated between HEAD and TAIL.
-        self._entry_offsets = torch.zeros(requests + 2, dtype=torch.int64, device=device)
+        self._entry_offsets = torch.zeros(requests + 1, dtype=torch.int64, device=device)
+        self._longest_stride = torch.zeros(1, dtype=torch.int64, device=device)
         self._tile_sums = torch.zeros(requests, max_tiles({"num_tokens": tokens}), dtype=torch.int64, device=device)
         self._made, self._by_plans = 0, False
 
@@ -261,7 +262,8 @@ class GroupLaunches:
             status=self._status,
             violations=manager.state.violations,
             counters=manager.state.counters,
-            entry_offsets=self._entry_offsets[: n + 2],
+            entry_offsets=self._entry_offsets[: n + 1],
+            longest_stride=self._longest_stride,
             backend=manager.backend,
         )
 
@@ -325,7 +327,7 @@ class GroupLaunches:
             verify_plan=verify_plan,
             write_plan=write_plan,
             status=status,
-            entry_offsets=self._entry_offsets[: n + 2],
+            entry_offsets=self._entry_offsets[: n + 1],
             backend=manager.backend,
         )
 

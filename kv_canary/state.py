@@ -193,7 +193,7 @@ class CanaryDeviceState:
         if few and self._replays.rounds_up:
             tokens, requests = round_up(tokens, _MOST_REPLAYED), round_up(requests, self._max_rows)
             # The requests past the others are padding, and have no tokens.
-            offsets = [*offsets, *offsets[-1:] * (requests - len(rows))]
+            offsets = [*offsets, *[offsets[-1]] * (requests - len(rows))]
         posted = self._mailbox.post(flat, offsets, rows, starts, widths=(tokens, requests + 1, requests, requests))
         arguments = dict(zip(("flat", "offsets", "rows", "starts"), posted, strict=True))
 

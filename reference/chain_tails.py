@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kv_canary.constants import ANCHOR, Status, to_signed
-from kv_canary.reference.hashing import identity, walk_chain
+from kv_canary.constants import ANCHOR, Status
+from kv_canary.reference.hashing import identity, walk_chains
+from kv_canary.reference.segments import elements
 
 
 def chain_tails(
@@ -19,23 +20,19 @@ def chain_tails(
     status: torch.Tensor,
 ) -> None:
     """Advance each row's chain over the request's own tokens; see specs/chain_tails.py."""
-    bounds, row_starts = offsets.tolist(), starts.tolist()
-    bits = 0
-    for r, row in enumerate(rows.tolist()):
-        if not 0 <= row < len(tails):
-            bits |= Status.ROW_RANGE
-        if row_starts[r] < 0:
-            bits |= Status.LENGTH_RANGE
-        if not 0 < row < len(tails) or row_starts[r] < 0:
-            continue
-        chain = int(tails[row])
-        if row_starts[r] == 0:
-            chain = ANCHOR if anchors is None else int(anchors[row])
-        low, high = max(bounds[r], 0), min(bounds[r + 1], len(flat))
-        if low < high:
-            tokens = flat[low:high]
-            first = to_signed(row_starts[r] + low - bounds[r])
-            positions = first + torch.arange(len(tokens), device=flat.device)
-            chain = walk_chain(chain, identity(tokens, positions))[-1]
-        tails[row] = chain
+    row_ok, start_ok = (rows >= 0) & (rows < len(tails)), starts >= 0
+    bits = Status.ROW_RANGE if bool((~row_ok).any()) else 0
+    bits |= Status.LENGTH_RANGE if bool((~start_ok).any()) else 0
+    live = row_ok & start_ok & (rows != 0)
+    row, start, offset = rows[live], starts[live], offsets[:-1][live]
+    first = offset.clamp(0, len(flat))
+    lengths = torch.maximum(offsets[1:][live].clamp(max=len(flat)), first) - first
+    segment, index = elements(first, lengths)
+
+    begun = torch.full_like(row, ANCHOR) if anchors is None else anchors[row]
+    chain = torch.where(start == 0, begun, tails[row])
+    chains = walk_chains(chain, lengths, identity(flat[index], (start - offset)[segment] + index))
+    moved = lengths > 0
+    chain[moved] = chains[(lengths.cumsum(0) - 1)[moved]]
+    tails[row] = chain
     status[0] = bits

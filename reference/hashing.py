@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from kv_canary.constants import CHAIN_MULTIPLIER, MASK64, MIX_ADD, MIX_MUL_1, MIX_MUL_2, to_signed
+from kv_canary.constants import CHAIN_MULTIPLIER, MIX_ADD, MIX_MUL_1, MIX_MUL_2, to_signed
 from kv_canary.specs.structures import KvSource
 
 LOW_32 = 0xFFFFFFFF
+
+_INVERSE = pow(CHAIN_MULTIPLIER, -1, 1 << 64)
 
 
 def shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -47,14 +49,31 @@ def next_chain(previous: torch.Tensor, identities: torch.Tensor) -> torch.Tensor
     return previous * to_signed(CHAIN_MULTIPLIER) + mix(identities)
 
 
-def walk_chain(start: int, identities: torch.Tensor) -> list[int]:
-    """The chain after each of a request's consecutive `identities`, from `start`; signed 64-bit."""
-    chain = start & MASK64
-    chains = []
-    for mixed in mix(identities).tolist():
-        chain = (chain * CHAIN_MULTIPLIER + mixed) & MASK64
-        chains.append(to_signed(chain))
-    return chains
+def walk_chains(before: torch.Tensor, lengths: torch.Tensor, identities: torch.Tensor) -> torch.Tensor:
+    """Return the chain after each of the requests' identities.
+
+    chain[j] = chain[j-1] * M + m[j], with m[j] = mix(identities[j]). M is odd, so it has an inverse mod 2**64, and
+    chain[j] / M**(j+1) = chain[j-1] / M**j + m[j] / M**(j+1): running sums give every chain at once.
+
+    Args:
+        before: int64 [requests], the chain before the request's first identity.
+        lengths: int64 [requests], how many consecutive `identities` are the request's.
+        identities: int64 [n], request by request.
+    """
+    n, first = len(identities), lengths.cumsum(0) - lengths
+    scale, inverse = _powers(CHAIN_MULTIPLIER, n, identities.device), _powers(_INVERSE, n, identities.device)
+    sums = torch.zeros_like(scale)
+    sums[1:] = (mix(identities) * inverse[1:]).cumsum(0)
+    # What the sums lack of a request's: its start, less the requests before it.
+    start = before * inverse[first] - sums[first]
+    return scale[1:] * (sums[1:] + start.repeat_interleave(lengths))
+
+
+def _powers(base: int, n: int, device: torch.device) -> torch.Tensor:
+    """Return base**0 ... base**n mod 2**64."""
+    powers = torch.full((n + 1,), to_signed(base), dtype=torch.int64, device=device)
+    powers[0] = 1
+    return powers.cumprod(0)
 
 
 def writer(step: torch.Tensor, owner: torch.Tensor | int, *, retired: bool = False) -> torch.Tensor:
@@ -78,36 +97,37 @@ def fingerprint(source: KvSource | None, slots: torch.Tensor, positions: torch.T
         slots: int64 [n], all inside the source.
         positions: int64 [n], unsigned 32-bit values.
     """
-    result = torch.zeros_like(slots)
     if source is None:
-        return result
-    offset = slots - source.slot_bias
-    rows = offset // source.page_size
-    starts = source.offset_bytes + offset % source.page_size * source.bytes_per_token
-    layers = positions % len(source.layers)
-    windows = positions // len(source.layers) % source.num_windows
-    # One layer at a time, so that only the covered bytes are ever gathered.
-    for layer in layers.unique().tolist():
-        chosen = layers == layer
-        result[chosen] = _fingerprint_layer(source, layer, rows[chosen], starts[chosen], windows[chosen])
-    return result
+        return torch.zeros_like(slots)
+    offset, num_layers = slots - source.slot_bias, len(source.layers)
+    row, token = offset // source.page_size, offset % source.page_size
+    window = positions // num_layers % source.num_windows
+    first = row * source.row_stride_bytes + source.offset_bytes
+    first += token * source.bytes_per_token + window * source.read_bytes
+    # A token's last window may be shorter than the others.
+    last = source.num_windows - 1
+    widths = (min(source.read_bytes, source.bytes_per_token), source.bytes_per_token - last * source.read_bytes)
+    word_counts = [-(-width // 8) for width in widths]
 
+    # Entries by layer and width, so that a layer's bytes are gathered at once; zero past the window's end.
+    kinds = positions % num_layers * 2 + (window == last)
+    order, counts = kinds.argsort(stable=True), torch.bincount(kinds, minlength=2 * num_layers).tolist()
+    data = torch.zeros(len(slots), word_counts[0] * 8, dtype=torch.uint8, device=slots.device)
+    for kind, (part, begins) in enumerate(zip(data.split(counts), first.take(order).split(counts), strict=True)):
+        if len(part):
+            width = widths[kind % 2]
+            part[:, :width] = _runs(source.layers[kind // 2], width).index_select(0, begins)
 
-def _fingerprint_layer(
-    source: KvSource, layer: int, rows: torch.Tensor, starts: torch.Tensor, windows: torch.Tensor
-) -> torch.Tensor:
-    pool = source.layers[layer]
-    row_bytes = pool.reshape(pool.shape[0], -1).view(torch.uint8) if pool.dim() > 1 else pool[:, None].view(torch.uint8)
-    num_words = -(-min(source.read_bytes, source.bytes_per_token) // 8)
-    # Byte b of the window, zero past the window's end: the last window ends at bytes_per_token.
-    b = torch.arange(num_words * 8, device=pool.device)
-    in_token = windows[:, None] * source.read_bytes + b
-    covered = (b < source.read_bytes) & (in_token < source.bytes_per_token)
-    columns = torch.where(covered, starts[:, None] + in_token, 0)
-    data = torch.where(covered, row_bytes[rows[:, None], columns], 0)
-    words = data.contiguous().view(torch.int64)
+    j = torch.arange(word_counts[0], device=slots.device)
+    terms = mix(data.view(torch.int64) ^ mix(j))
     # A word that lies wholly past the window's end does not count.
-    present = covered.view(len(rows), num_words, 8).any(dim=2)
-    j = torch.arange(num_words, device=pool.device)
-    x = torch.where(present, mix(words ^ mix(j)), 0).sum(dim=1)
-    return (x ^ shift_right(x, 32)) & LOW_32
+    terms[:, word_counts[1] :].masked_fill_((window == last).take(order)[:, None], 0)
+    x = terms.sum(dim=1)
+    return torch.empty_like(slots).index_copy_(0, order, (x ^ shift_right(x, 32)) & LOW_32)
+
+
+def _runs(layer: torch.Tensor, width: int) -> torch.Tensor:
+    """Every run of `width` bytes of a layer, by its first byte: a view, whose rows overlap."""
+    rows = layer.reshape(len(layer), -1).view(torch.uint8)
+    num_runs = (len(rows) - 1) * rows.stride(0) + rows.shape[1] - width + 1
+    return rows.as_strided((num_runs, width), (1, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kv_canary.constants import BAD_SLOT, HEAD_OF_CHAIN, STRIDE_BLOCK, UNCHECKED, Status
+from kv_canary.reference.segments import elements
 from kv_canary.specs.structures import VerifyPlan, WritePlan
 
 
@@ -50,9 +51,10 @@ def plan(
     bits |= Status.OVERFLOW if requested > num_valid else 0
     request, position, first = request[:num_valid], position[:num_valid], first[:num_valid]
 
-    slot, lut_bad = _look_up(req_to_token, lut, rows[request], position)
+    row = rows.take(request)
+    slot, lut_bad = _look_up(req_to_token, lut, row, position)
     bits |= Status.LUT_RANGE if bool(lut_bad.any()) else 0
-    previous, _ = _look_up(req_to_token, lut, rows[request], (position - 1).clamp(min=0))
+    previous, _ = _look_up(req_to_token, lut, row, (position - 1).clamp(min=0))
     previous = torch.where(position == first, UNCHECKED, previous)
     previous = torch.where(position == 0, HEAD_OF_CHAIN, previous)
 
@@ -60,9 +62,9 @@ def plan(
     verify_plan.prev_slots[:num_valid] = previous
     verify_plan.positions[:num_valid] = position
     verify_plan.tokens[:num_valid] = expected_tokens_of(
-        expected_tokens, expected_lens, request, rows[request], position, token_offset
+        expected_tokens, expected_lens, request, row, position, token_offset
     )
-    verify_plan.rows[:num_valid] = rows[request].to(torch.int32)
+    verify_plan.rows[:num_valid] = row.to(torch.int32)
     verify_plan.num_valid[0] = num_valid
     verify_plan.num_requested[0] = requested
 
@@ -100,17 +102,14 @@ def cached_entries(
         start = (first_read - window).clamp(min=0)
 
     # One candidate entry per cached position of [start, prefix).
-    candidates = (prefix - start).clamp(min=0)
-    request = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), candidates)
-    before = candidates.cumsum(0) - candidates
-    position = start[request] + torch.arange(len(request), device=rows.device) - before[request]
+    request, position = elements(start, (prefix - start).clamp(min=0))
     if strides is not None and step is not None:
-        n = strides[request].clamp(min=1)
+        n = strides.take(request).clamp(min=1)
         # The block's remainder that makes block + step a multiple of n; -step itself may not fit 64 bits.
         keep = (position // STRIDE_BLOCK) % n == (n - step % n) % n
-        keep |= position == prefix[request] - 1
+        keep |= position == prefix.take(request) - 1
         request, position = request[keep], position[keep]
-    return request, position, start[request]
+    return request, position, start.take(request)
 
 
 def _in_range(
@@ -150,6 +149,6 @@ def expected_tokens_of(
         return result
     token_rows, token_len = expected_tokens.shape
     index = positions + token_offset
-    known = (index >= 0) & (index < expected_lens[request].clamp(max=token_len)) & (rows > 0) & (rows < token_rows)
+    known = (index >= 0) & (index < expected_lens.take(request).clamp(max=token_len)) & (rows > 0) & (rows < token_rows)
     result[known] = expected_tokens[rows[known], index[known]].to(torch.int64)
     return result

@@ -9,12 +9,17 @@ from kv_canary.specs.structures import ViolationLog
 
 
 def report(log: ViolationLog, chosen: torch.Tensor, words: dict[int, torch.Tensor | int]) -> None:
-    """Append one row per entry of bool [n] `chosen`; word w of entry i is `words[w][i]`, words not named are 0."""
-    rows = torch.zeros(len(chosen), VIOLATION_WORDS, dtype=torch.int64, device=chosen.device)
+    """Append one row per entry of bool [n] `chosen`; word w of entry i is `words[w][i]`, words not named are 0.
+
+    A word is a number, or int64 of shape [n], or of shape [1] where it is the same for all.
+    """
+    index = chosen.nonzero()[:, 0]
+    if not len(index):
+        return
+    rows = torch.zeros(len(index), VIOLATION_WORDS, dtype=torch.int64, device=chosen.device)
     for word, values in words.items():
-        rows[:, word] = values
-    rows = rows[chosen]
-    index = log.count + torch.arange(len(rows), device=rows.device)
-    fits = (index >= 0) & (index < len(log.ring))
-    log.ring[index[fits]] = rows[fits]
+        rows[:, word] = torch.as_tensor(values, device=chosen.device).expand(len(chosen)).index_select(0, index)
+    place = log.count + torch.arange(len(rows), device=rows.device)
+    fits = (place >= 0) & (place < len(log.ring))
+    log.ring[place[fits]] = rows[fits]
     log.count.add_(len(rows))

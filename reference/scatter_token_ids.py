@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kv_canary.constants import Status
+from kv_canary.reference.segments import elements
 
 
 def scatter_token_ids(
@@ -18,18 +19,13 @@ def scatter_token_ids(
 ) -> None:
     """Put each request's new tokens into its row of the token pool; see specs/scatter_token_ids.py."""
     num_rows, max_len = pool.shape
-    bounds = offsets.tolist()
-    row_starts = [0] * len(rows) if starts is None else starts.tolist()
-    bits = 0
-    for r, row in enumerate(rows.tolist()):
-        if not 0 <= row < num_rows:
-            bits |= Status.ROW_RANGE
-        elif row > 0 and 0 <= row_starts[r] < max_len:
-            # flat[first] would land at `start`; what lies outside flat, or past the row's end, is left out.
-            first, start = bounds[r], row_starts[r]
-            low = max(first, 0)
-            high = min(bounds[r + 1], len(flat), first + max_len - start)
-            if low < high:
-                at = start + low - first
-                pool[row, at : at + high - low] = flat[low:high].to(torch.int32)
-    status[0] = bits
+    row_ok = (rows >= 0) & (rows < num_rows)
+    start = torch.zeros_like(rows) if starts is None else starts
+    live = row_ok & (rows != 0) & (start >= 0) & (start < max_len)
+    # flat[offset] would land at `start`; what lies outside flat, or past the row's end, is left out.
+    row, start, offset, end = rows[live], start[live], offsets[:-1][live], offsets[1:][live]
+    first = offset.clamp(0, len(flat))
+    last = torch.minimum(end, offset + max_len - start).clamp(max=len(flat))
+    segment, index = elements(first, torch.maximum(last, first) - first)
+    pool[row.take(segment), (start - offset).take(segment) + index] = flat.take(index).to(torch.int32)
+    status[0] = Status.ROW_RANGE if bool((~row_ok).any()) else 0

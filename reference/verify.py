@@ -14,6 +14,7 @@ from kv_canary.reference.hashing import (
     stored_position,
     stored_token,
 )
+from kv_canary.reference.records import load_records
 from kv_canary.reference.reporting import report
 from kv_canary.specs.structures import Endpoint, VerifyPlan, ViolationLog
 
@@ -38,15 +39,14 @@ def verify(
     unmapped = slots == 0
     in_range = (slots >= 0) & (slots < num_slots) & in_source(k_source, slots) & in_source(v_source, slots)
     readable = in_range & ~unmapped
-    record = torch.zeros(n, 4, dtype=torch.int64, device=records.device)
-    record[readable] = records[slots[readable]]
-    never_written = readable & (record == 0).all(dim=1)
-    freed = readable & ~never_written & (record[:, 3] < 0) & track_lifetime
+    record = load_records(records, slots, readable)
+    never_written = readable & ~record.written
+    freed = readable & ~never_written & (record.writer < 0) & track_lifetime
     checked = readable & ~never_written & ~freed
 
-    identities, chains, kv = record[:, 0], record[:, 1], record[:, 2]
-    wrong_position = checked & (stored_position(identities) != positions)
-    wrong_token = checked & (tokens >= 0) & (stored_token(identities) != tokens)
+    stored_at = stored_position(record.identity)
+    wrong_position = checked & (stored_at != positions)
+    wrong_token = checked & (tokens >= 0) & (stored_token(record.identity) != tokens)
 
     # The predecessor's chain: from its record, or at the head of a chain from the row's anchor.
     head = previous == HEAD_OF_CHAIN
@@ -54,22 +54,18 @@ def verify(
     if anchors is not None:
         anchored = head & (rows > 0) & (rows < len(anchors))
         previous_chain[anchored] = anchors[rows[anchored]]
-    readable_previous = (previous > 0) & (previous < num_slots)
-    predecessor = torch.zeros_like(record)
-    predecessor[readable_previous] = records[previous[readable_previous]]
-    readable_previous &= (predecessor != 0).any(dim=1)
-    previous_chain[readable_previous] = predecessor[readable_previous, 1]
-    chain_checked = checked & (head | readable_previous)
-    expected_chain = torch.where(chain_checked, next_chain(previous_chain, identities), 0)
-    wrong_chain = chain_checked & (chains != expected_chain)
+    predecessor = load_records(records, previous, (previous > 0) & (previous < num_slots))
+    known = predecessor.written
+    previous_chain = torch.where(known, predecessor.chain, previous_chain)
+    chain_checked = checked & (head | known)
+    expected_chain = torch.where(chain_checked, next_chain(previous_chain, record.identity), 0)
+    wrong_chain = chain_checked & (record.chain != expected_chain)
 
-    observed_kv = torch.zeros_like(kv)
-    where = stored_position(identities[checked])
-    k_print = fingerprint(k_source, slots[checked], where)
-    v_print = fingerprint(v_source, slots[checked], where)
-    observed_kv[checked] = k_print | (v_print << 32)
-    wrong_k = checked & ((kv & LOW_32) != (observed_kv & LOW_32)) & (k_source is not None)
-    wrong_v = checked & (shift_right(kv, 32) != shift_right(observed_kv, 32)) & (v_source is not None)
+    covered = slots.masked_select(checked), stored_at.masked_select(checked)
+    k_print, v_print = fingerprint(k_source, *covered), fingerprint(v_source, *covered)
+    observed_kv = torch.zeros_like(slots).masked_scatter(checked, k_print | (v_print << 32))
+    wrong_k = checked & ((record.kv & LOW_32) != (observed_kv & LOW_32)) & (k_source is not None)
+    wrong_v = checked & (shift_right(record.kv, 32) != shift_right(observed_kv, 32)) & (v_source is not None)
 
     reasons = torch.zeros_like(slots)
     for holds, reason in (
@@ -94,13 +90,13 @@ def verify(
             2: slots,
             3: rows,
             4: positions,
-            5: identities,
+            5: record.identity,
             6: tokens,
-            7: chains,
+            7: record.chain,
             8: expected_chain,
-            9: kv,
+            9: record.kv,
             10: observed_kv,
-            11: record[:, 3],
+            11: record.writer,
             12: step,
             13: previous,
         },

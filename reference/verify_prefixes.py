@@ -34,6 +34,7 @@ def verify_prefixes(
     violations: ViolationLog,
     counters: torch.Tensor,
     entry_offsets: torch.Tensor,
+    longest_stride: torch.Tensor,
 ) -> None:
     """Check every cached position of a batch, straight from the tables; see specs/verify_prefixes.py."""
     verify_plan = VerifyPlan.allocate(verify_cap=len(resolved.entries), device=rows.device)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from kv_canary.constants import OWNER_MASK, Reason
-from kv_canary.reference.hashing import LOW_32, fingerprint, identity, in_source, walk_chain, writer
+from kv_canary.reference.hashing import fingerprint, identity, in_source, stored_position, walk_chains, writer
+from kv_canary.reference.records import load_records
 from kv_canary.reference.reporting import report
+from kv_canary.reference.segments import elements
 from kv_canary.specs.structures import Endpoint, ViolationLog, WritePlan
 
 
@@ -31,50 +33,41 @@ def write(
     num_slots, num_tokens = len(records), len(input_ids)
 
     # Which request writes which tokens, and each token's chain: the request's tail, advanced over its tokens.
-    request_parts, token_parts, chain_parts = [], [], []
     n = min(max(int(write_plan.num_requests), 0), len(write_plan.rows))
-    plan_rows, offsets, plan_tails = write_plan.rows[:n].tolist(), write_plan.offsets[: n + 1].tolist(), tails.tolist()
-    for r, row in enumerate(plan_rows):
-        first, last = max(offsets[r], 0), min(offsets[r + 1], num_tokens)
-        if not 0 < row < len(tails) or first >= last:
-            continue
-        tokens = torch.arange(first, last, device=input_ids.device)
-        request_parts.append(torch.full_like(tokens, r))
-        token_parts.append(tokens)
-        chain_parts.append(walk_chain(plan_tails[row], identity(input_ids[tokens], positions[tokens])))
-    none = torch.zeros(0, dtype=torch.int64, device=input_ids.device)
-    request, token = torch.cat([none, *request_parts]), torch.cat([none, *token_parts])
-    chains = torch.tensor([c for part in chain_parts for c in part], dtype=torch.int64, device=input_ids.device)
+    rows, offsets = write_plan.rows[:n], write_plan.offsets[: n + 1].clamp(0, num_tokens)
+    live = (rows > 0) & (rows < len(tails))
+    lengths = torch.where(live, offsets.diff().clamp(min=0), 0)
+    request, token = elements(offsets[:-1], lengths)
+    input_id, position, slots = input_ids.take(token), positions.take(token), out_slots.take(token)
+    identities = identity(input_id, position)
+    before = torch.zeros_like(rows).masked_scatter(live, tails[rows[live]])
+    chains = walk_chains(before, lengths, identities)
 
-    _check_seeds(write_plan, request.unique(), endpoint, tails, step, violations)
+    _check_seeds(write_plan, lengths.nonzero()[:, 0], endpoint, tails, step, violations)
 
-    slots, identities = out_slots[token], identity(input_ids[token], positions[token])
     in_range = (slots >= 0) & (slots < num_slots) & in_source(k_source, slots) & in_source(v_source, slots)
     # Slot 0 is padding, also where a bias puts it before a source's first row.
     stored = in_range & (slots != 0)
-    owners = write_plan.owners[request]
-    where = positions[token][stored] & LOW_32
-    kv = torch.zeros_like(slots)
-    k_print = fingerprint(k_source, slots[stored], where)
-    v_print = fingerprint(v_source, slots[stored], where)
-    kv[stored] = k_print | (v_print << 32)
-    old = torch.zeros(len(slots), 4, dtype=torch.int64, device=records.device)
-    old[stored] = records[slots[stored]]
+    owners = write_plan.owners.take(request)
+    covered = slots.masked_select(stored), stored_position(identities).masked_select(stored)
+    k_print, v_print = fingerprint(k_source, *covered), fingerprint(v_source, *covered)
+    kv = torch.zeros_like(slots).masked_scatter(stored, k_print | (v_print << 32))
+    old = load_records(records, slots, stored)
 
-    expected_position = write_plan.prefix_lens[request] + token - write_plan.offsets[request]
-    wrong_position = (positions[token] != expected_position) & (check_positions != 0)
+    expected_position = (write_plan.prefix_lens[:n] - write_plan.offsets[:n]).take(request) + token
+    wrong_position = (position != expected_position) & (check_positions != 0)
     wrong_token = torch.zeros_like(stored)
     expected_input = torch.full_like(slots, -1)
     if expected_input_ids is not None:
-        expected_input = expected_input_ids[token]
-        wrong_token = input_ids[token] != expected_input
+        expected_input = expected_input_ids.take(token)
+        wrong_token = input_id != expected_input
     overwrite = (
         stored
         & track_lifetime
-        & (old != 0).any(dim=1)
-        & (old[:, 3] >= 0)
-        & ((old[:, 3] & OWNER_MASK) != (owners & OWNER_MASK))
-        & ((old[:, 0] != identities) | (old[:, 1] != chains))
+        & old.written
+        & (old.writer >= 0)
+        & ((old.writer & OWNER_MASK) != (owners & OWNER_MASK))
+        & ((old.identity != identities) | (old.chain != chains))
     )
     reasons = torch.zeros_like(slots)
     for holds, reason in (
@@ -91,22 +84,23 @@ def write(
             0: int(endpoint.tag),
             1: reasons,
             2: slots,
-            3: write_plan.rows[request],
+            3: rows.take(request),
             4: expected_position,
             5: identities,
             6: expected_input,
             7: chains,
             9: kv,
-            11: old[:, 3],
+            11: old.writer,
             12: step,
-            13: write_plan.seed_slots[request],
+            13: write_plan.seed_slots.take(request),
             14: owners,
         },
     )
     new = torch.stack([identities, chains, kv, writer(step, owners)], dim=1)
-    records[slots[stored]] = new[stored]
+    written = stored.nonzero()[:, 0]
+    records[slots.take(written)] = new.index_select(0, written)
     counters[endpoint.tag, 0] += 1
-    counters[endpoint.tag, 1] += int(stored.sum())
+    counters[endpoint.tag, 1] += len(written)
 
 
 def _check_seeds(
@@ -121,24 +115,23 @@ def _check_seeds(
     records = endpoint.records
     rows, seeds, prefix = write_plan.rows[request], write_plan.seed_slots[request], write_plan.prefix_lens[request]
     readable = (prefix > 0) & (seeds > 0) & (seeds < len(records))
-    record = torch.zeros(len(request), 4, dtype=torch.int64, device=records.device)
-    record[readable] = records[seeds[readable]]
+    record = load_records(records, seeds, readable)
     expected = tails[rows]
     report(
         violations,
-        readable & (record != 0).any(dim=1) & (record[:, 1] != expected),
+        record.written & (record.chain != expected),
         {
             0: int(endpoint.tag),
             1: int(Reason.PREFIX),
             2: seeds,
             3: rows,
             4: prefix - 1,
-            5: record[:, 0],
+            5: record.identity,
             6: -1,
-            7: record[:, 1],
+            7: record.chain,
             8: expected,
-            9: record[:, 2],
-            11: record[:, 3],
+            9: record.kv,
+            11: record.writer,
             12: step,
             13: seeds,
             14: write_plan.owners[request],

@@ -24,7 +24,10 @@ from kv_canary.specs import all_specs, get_spec
 from kv_canary.specs.interface import KernelSpec, ScalarSpec, TensorSpec
 
 REPO = Path(__file__).resolve().parents[1]
-BUILT_IN = ("chain_tails", "move", "plan", "retire", "scatter_token_ids", "verify", "write")
+BUILT_IN = (
+    *("chain_tails", "move", "plan", "retire", "scatter_token_ids"),
+    *("verify", "verify_prefixes", "verify_resolved", "write"),
+)
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -51,27 +54,43 @@ def call_of(op: str) -> dict[str, Any]:
         "counters": torch.zeros(6, 2, dtype=torch.int64),
         "track_lifetime": True,
     }
+    tokens = {
+        "expected_tokens": torch.ones(3, 5, dtype=torch.int32),
+        "expected_lens": ints(2, 3),
+        "token_offset": 1,
+    }
+    prefixes = {
+        "rows": ints(1, 2),
+        "owners": ints(7, 8),
+        "prefix_lens": ints(2, 3),
+        "extend_lens": ints(1, 1),
+        "req_to_token": torch.ones(3, 4, dtype=torch.int32),
+        "window": 2,
+        "lut": ints(0, 1),
+        "strides": ints(1, 2),
+        "write_plan": kc.WritePlan.allocate(write_cap=3),
+        "status": status,
+        "entry_offsets": ints(0, 0, 0),
+        **tokens,
+    }
+    resolved = kc.ResolvedSlots.allocate(entry_cap=8)
     calls: dict[str, dict[str, Any]] = {
-        "plan": {
-            "rows": ints(1, 2),
-            "owners": ints(7, 8),
-            "prefix_lens": ints(2, 3),
-            "extend_lens": ints(1, 1),
-            "req_to_token": torch.ones(3, 4, dtype=torch.int32),
-            "window": 2,
-            "after_write": True,
-            "lut": ints(0, 1),
-            "expected_tokens": torch.ones(3, 5, dtype=torch.int32),
-            "expected_lens": ints(2, 3),
-            "token_offset": 1,
-            "strides": ints(1, 2),
-            "step": one,
-            "verify_plan": kc.VerifyPlan.allocate(verify_cap=8),
-            "write_plan": kc.WritePlan.allocate(write_cap=3),
-            "status": status,
-            "entry_offsets": ints(0, 0, 0),
-        },
+        "plan": {**prefixes, "after_write": True, "step": one, "verify_plan": kc.VerifyPlan.allocate(verify_cap=8)},
         "verify": {"verify_plan": kc.VerifyPlan.allocate(verify_cap=2), "anchors": ints(0, 1, 2), **launch},
+        "verify_prefixes": {
+            **prefixes,
+            "longest_stride": ints(0),
+            "resolved": resolved,
+            "anchors": ints(0, 1, 2),
+            **launch,
+        },
+        "verify_resolved": {
+            **tokens,
+            "rows": ints(1, 2),
+            "resolved": resolved,
+            "anchors": ints(0, 1, 2),
+            **launch,
+        },
         "write": {
             "write_plan": kc.WritePlan.allocate(write_cap=2),
             "input_ids": ints(1, 2, 3),
@@ -196,6 +215,28 @@ LENGTHS = [
     ("verify", "step", "1"),
     ("verify", "violations.count", "1"),
     ("verify", "counters", "6"),
+    ("verify_prefixes", "owners", "bs"),
+    ("verify_prefixes", "prefix_lens", "bs"),
+    ("verify_prefixes", "extend_lens", "bs"),
+    ("verify_prefixes", "expected_lens", "bs"),
+    ("verify_prefixes", "strides", "bs"),
+    ("verify_prefixes", "step", "1"),
+    ("verify_prefixes", "resolved.num_valid", "1"),
+    ("verify_prefixes", "resolved.num_requested", "1"),
+    ("verify_prefixes", "write_plan.owners", "write_cap"),
+    ("verify_prefixes", "write_plan.offsets", "write_cap+1"),
+    ("verify_prefixes", "write_plan.prefix_lens", "write_cap"),
+    ("verify_prefixes", "write_plan.seed_slots", "write_cap"),
+    ("verify_prefixes", "write_plan.num_requests", "1"),
+    ("verify_prefixes", "status", "1"),
+    ("verify_prefixes", "violations.count", "1"),
+    ("verify_prefixes", "counters", "6"),
+    ("verify_resolved", "expected_lens", "bs"),
+    ("verify_resolved", "resolved.num_valid", "1"),
+    ("verify_resolved", "resolved.num_requested", "1"),
+    ("verify_resolved", "step", "1"),
+    ("verify_resolved", "violations.count", "1"),
+    ("verify_resolved", "counters", "6"),
     ("write", "positions", "num_tokens"),
     ("write", "out_slots", "num_tokens"),
     ("write", "expected_input_ids", "num_tokens"),
@@ -222,12 +263,32 @@ def test_a_length_that_disagrees_is_refused(op: str, path: str, size: str, chang
     assert f"{path} must be of shape [{size}" in message
 
 
-@pytest.mark.parametrize("path", ["violations.ring", "endpoint.records", "counters"])
-def test_a_wrong_width_is_refused(path: str) -> None:
-    refused(ValueError, "verify", path, replaced("verify", path, lambda t: t[:, :-1].contiguous()))
+@pytest.mark.parametrize(
+    ("op", "path"),
+    [
+        ("verify", "violations.ring"),
+        ("verify", "endpoint.records"),
+        ("verify", "counters"),
+        ("verify_prefixes", "resolved.entries"),
+        ("verify_prefixes", "endpoint.records"),
+        ("verify_resolved", "resolved.entries"),
+        ("verify_resolved", "violations.ring"),
+    ],
+)
+def test_a_wrong_width_is_refused(op: str, path: str) -> None:
+    refused(ValueError, op, path, replaced(op, path, lambda t: t[:, :-1].contiguous()))
 
 
-@pytest.mark.parametrize(("op", "path"), [("plan", "entry_offsets"), ("move", "staged"), ("write", "tile_sums")])
+@pytest.mark.parametrize(
+    ("op", "path"),
+    [
+        ("plan", "entry_offsets"),
+        ("verify_prefixes", "entry_offsets"),
+        ("verify_prefixes", "longest_stride"),
+        ("move", "staged"),
+        ("write", "tile_sums"),
+    ],
+)
 def test_scratch_that_is_too_small_is_refused(op: str, path: str) -> None:
     refused(ValueError, op, path, replaced(op, path, lambda t: t[:-1]))
 
@@ -245,7 +306,15 @@ def test_a_tensor_that_is_not_contiguous_is_refused(op: str, path: str) -> None:
 
 @pytest.mark.parametrize(
     ("op", "path"),
-    [("plan", "req_to_token"), ("plan", "expected_tokens"), ("scatter_token_ids", "pool"), ("move", "records[0]")],
+    [
+        ("plan", "req_to_token"),
+        ("plan", "expected_tokens"),
+        ("verify_prefixes", "req_to_token"),
+        ("verify_prefixes", "expected_tokens"),
+        ("verify_resolved", "expected_tokens"),
+        ("scatter_token_ids", "pool"),
+        ("move", "records[0]"),
+    ],
 )
 def test_rows_may_lie_apart_but_not_over_each_other(op: str, path: str) -> None:
     apart = replaced(op, path, lambda t: torch.cat([t, t], dim=1)[:, : t.shape[1]])
@@ -256,7 +325,14 @@ def test_rows_may_lie_apart_but_not_over_each_other(op: str, path: str) -> None:
 
 @pytest.mark.parametrize(
     ("op", "path"),
-    [("verify", "endpoint.records"), ("write", "endpoint.records"), ("move", "records[1]"), ("retire", "records[0]")],
+    [
+        ("verify", "endpoint.records"),
+        ("verify_prefixes", "endpoint.records"),
+        ("verify_resolved", "endpoint.records"),
+        ("write", "endpoint.records"),
+        ("move", "records[1]"),
+        ("retire", "records[0]"),
+    ],
 )
 @pytest.mark.parametrize(("stride", "fits"), [(4, True), (5, False), (6, False), (8, True), (12, True), (10, False)])
 def test_records_lie_a_multiple_of_four_words_apart(op: str, path: str, stride: int, fits: bool) -> None:
@@ -300,6 +376,9 @@ DEFAULTS = {
     "plan": {"owners", "window", "after_write", "lut", "token_offset", "entry_offsets"}
     | {"expected_tokens", "expected_lens", "strides", "step"},
     "verify": {"anchors", "track_lifetime"},
+    "verify_prefixes": {"owners", "window", "lut", "expected_tokens", "expected_lens", "token_offset", "strides"}
+    | {"anchors", "track_lifetime", "entry_offsets", "longest_stride"},
+    "verify_resolved": {"expected_tokens", "expected_lens", "token_offset", "anchors", "track_lifetime"},
     "write": {"expected_input_ids", "track_lifetime", "tile_sums"},
     "move": {"staged"},
     "retire": set(),
@@ -329,9 +408,16 @@ def test_what_is_no_tensor_is_a_type_error(op: str, path: str, value: Any) -> No
     assert message.endswith(f"must be a tensor, got {type(value).__name__}")
 
 
-@pytest.mark.parametrize("argument", ["rows", "prefix_lens", "req_to_token", "status"])
-def test_none_is_no_tensor(argument: str) -> None:
-    refused(TypeError, "plan", argument, {**call_of("plan"), argument: None})
+@pytest.mark.parametrize(
+    ("op", "argument"),
+    [
+        *(("plan", argument) for argument in ("rows", "prefix_lens", "req_to_token", "status")),
+        *(("verify_prefixes", argument) for argument in ("rows", "step", "req_to_token", "status")),
+        *(("verify_resolved", argument) for argument in ("rows", "step", "counters")),
+    ],
+)
+def test_none_is_no_tensor(op: str, argument: str) -> None:
+    refused(TypeError, op, argument, {**call_of(op), argument: None})
 
 
 @pytest.mark.parametrize(
@@ -342,6 +428,13 @@ def test_none_is_no_tensor(argument: str) -> None:
         ("verify", "verify_plan", "VerifyPlan"),
         ("verify", "endpoint", "Endpoint"),
         ("verify", "violations", "ViolationLog"),
+        ("verify_prefixes", "resolved", "ResolvedSlots"),
+        ("verify_prefixes", "write_plan", "WritePlan"),
+        ("verify_prefixes", "endpoint", "Endpoint"),
+        ("verify_prefixes", "violations", "ViolationLog"),
+        ("verify_resolved", "resolved", "ResolvedSlots"),
+        ("verify_resolved", "endpoint", "Endpoint"),
+        ("verify_resolved", "violations", "ViolationLog"),
         ("write", "write_plan", "WritePlan"),
     ],
 )
@@ -364,6 +457,12 @@ def test_another_structure_is_a_type_error(op: str, argument: str, name: str) ->
         ("plan", "after_write", 0.0),
         ("plan", "after_write", None),
         ("verify", "track_lifetime", 1),
+        ("verify_prefixes", "window", True),
+        ("verify_prefixes", "window", 2.0),
+        ("verify_prefixes", "token_offset", None),
+        ("verify_prefixes", "track_lifetime", 0),
+        ("verify_resolved", "token_offset", False),
+        ("verify_resolved", "track_lifetime", None),
         ("write", "track_lifetime", "yes"),
         ("move", "owner", True),
         ("move", "owner", 1.0),
@@ -381,6 +480,9 @@ def test_a_scalar_of_a_wrong_type_is_a_type_error(op: str, argument: str, value:
         ("plan", "window", -1),
         ("plan", "window", 1 << 63),
         ("plan", "token_offset", -(1 << 63) - 1),
+        ("verify_prefixes", "window", -1),
+        ("verify_prefixes", "token_offset", 1 << 63),
+        ("verify_resolved", "token_offset", -(1 << 63) - 1),
         ("move", "owner", 1 << 63),
         ("retire", "owner", -(1 << 63) - 1),
     ],
@@ -389,9 +491,10 @@ def test_a_scalar_out_of_range_is_refused(op: str, argument: str, value: int) ->
     assert refused(ValueError, op, argument, {**call_of(op), argument: value}).endswith(f"got {value}")
 
 
-def test_a_batch_larger_than_the_write_plan_is_refused() -> None:
-    call = {**call_of("plan"), "write_plan": kc.WritePlan.allocate(write_cap=1)}
-    message = refused(ValueError, "plan", "write_plan", call)
+@pytest.mark.parametrize("op", ["plan", "verify_prefixes"])
+def test_a_batch_larger_than_the_write_plan_is_refused(op: str) -> None:
+    call = {**call_of(op), "write_plan": kc.WritePlan.allocate(write_cap=1)}
+    message = refused(ValueError, op, "write_plan", call)
     assert message.endswith("must be at least as long as rows (2 requests), got a capacity of 1")
 
 

@@ -11,7 +11,7 @@ import torch
 from kv_canary.constants import to_signed
 from kv_canary.difftest.engine.batch import Batch, Segments
 from kv_canary.difftest.engine.config import EngineConfig
-from kv_canary.difftest.engine.groups import Group, RingGroup
+from kv_canary.difftest.engine.groups import Group
 from kv_canary.difftest.engine.memory import GroupMemory, Memory
 from kv_canary.specs import get_spec
 
@@ -75,39 +75,36 @@ class StepCalls:
 
     def head(self, group: Group) -> Iterator[Call]:
         """Yield the calls before the model: plans, verify, and where HEAD has records of its own, their write."""
-        yield self._plan(group, 0)
-        if self._planned_twice(group):
-            yield self._plan(group, 1)
-        yield self._verify(group, 0, at_tail=False)
+        if self._fused(group):
+            yield self._verify_prefixes(group)
+        else:
+            yield self._plan(group, 0)
+            if group.config.planned_twice:
+                yield self._plan(group, 1)
+            yield self._verify(group, 0, at_tail=False)
         if self.config.two_records:
             yield self._write(group, at_tail=False)
 
     def tail(self, group: Group) -> Iterator[Call]:
         """Yield the calls after the model: write, then verify."""
         yield self._write(group, at_tail=True)
-        yield self._verify(group, int(self._planned_twice(group)), at_tail=True)
+        if self._fused(group):
+            yield self._verify_resolved(group)
+        else:
+            yield self._verify(group, int(group.config.planned_twice), at_tail=True)
 
-    def _planned_twice(self, group: Group) -> bool:
-        return isinstance(group, RingGroup) or group.config.after_write
+    def _fused(self, group: Group) -> bool:
+        return self.config.fused and not group.config.planned_twice
 
     def _plan(self, group: Group, which: int) -> Call:
-        batch, config = self.batch, self.config
+        batch = self.batch
 
         def make(memory: Memory) -> Arguments:
             mine = memory.groups[group.name]
             return {
-                "rows": batch.rows,
-                "owners": batch.owners,
-                "prefix_lens": batch.prefix_lens,
-                "extend_lens": batch.extend_lens,
-                "req_to_token": group.table,
-                "window": group.config.window,
+                **self._prefixes(group),
+                **self._tokens(memory),
                 "after_write": which == 1,
-                "lut": group.lut,
-                "expected_tokens": memory.token_pool if config.token_pool else None,
-                "expected_lens": batch.expected_lens if config.token_pool else None,
-                "token_offset": config.token_offset,
-                "strides": batch.strides,
                 "step": None if batch.strides is None else batch.step,
                 "verify_plan": mine.verify_plans[which],
                 "write_plan": mine.write_plans[which],
@@ -118,18 +115,72 @@ class StepCalls:
 
     def _verify(self, group: Group, which: int, *, at_tail: bool) -> Call:
         def make(memory: Memory) -> Arguments:
-            mine = memory.groups[group.name]
             return {
-                "verify_plan": mine.verify_plans[which],
-                "endpoint": mine.tail if at_tail else mine.head,
-                "anchors": self.anchors,
-                "step": self.batch.step,
-                "track_lifetime": self.config.track_lifetime,
-                "violations": memory.violations,
-                "counters": memory.counters,
+                "verify_plan": memory.groups[group.name].verify_plans[which],
+                **self._check(group, memory, at_tail=at_tail),
             }
 
         return Call(op="verify", make=make)
+
+    def _verify_prefixes(self, group: Group) -> Call:
+        def make(memory: Memory) -> Arguments:
+            mine = memory.groups[group.name]
+            return {
+                **self._prefixes(group),
+                **self._tokens(memory),
+                **self._check(group, memory, at_tail=False),
+                "resolved": mine.resolved,
+                "write_plan": mine.write_plans[0],
+                "status": memory.status,
+            }
+
+        return Call(op="verify_prefixes", make=make)
+
+    def _verify_resolved(self, group: Group) -> Call:
+        def make(memory: Memory) -> Arguments:
+            return {
+                "rows": self.batch.rows,
+                **self._tokens(memory),
+                "resolved": memory.groups[group.name].resolved,
+                **self._check(group, memory, at_tail=True),
+            }
+
+        return Call(op="verify_resolved", make=make)
+
+    def _prefixes(self, group: Group) -> Arguments:
+        """What says where cached positions lie."""
+        batch = self.batch
+        return {
+            "rows": batch.rows,
+            "owners": batch.owners,
+            "prefix_lens": batch.prefix_lens,
+            "extend_lens": batch.extend_lens,
+            "req_to_token": group.table,
+            "window": group.config.window,
+            "lut": group.lut,
+            "strides": batch.strides,
+        }
+
+    def _tokens(self, memory: Memory) -> Arguments:
+        """What says which tokens to expect there."""
+        known = self.config.token_pool
+        return {
+            "expected_tokens": memory.token_pool if known else None,
+            "expected_lens": self.batch.expected_lens if known else None,
+            "token_offset": self.config.token_offset,
+        }
+
+    def _check(self, group: Group, memory: Memory, *, at_tail: bool) -> Arguments:
+        """What records are checked against, and where that is told."""
+        mine = memory.groups[group.name]
+        return {
+            "endpoint": mine.tail if at_tail else mine.head,
+            "anchors": self.anchors,
+            "step": self.batch.step,
+            "track_lifetime": self.config.track_lifetime,
+            "violations": memory.violations,
+            "counters": memory.counters,
+        }
 
     def _write(self, group: Group, *, at_tail: bool) -> Call:
         batch = self.batch

@@ -31,6 +31,11 @@ class GroupConfig:
     k_source: KvSource | None = None
     v_source: KvSource | None = None
 
+    @property
+    def planned_twice(self) -> bool:
+        """Whether TAIL has a plan of its own."""
+        return self.kind == "ring" or self.after_write
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -52,6 +57,7 @@ class EngineConfig:
         serial_owners: owners are serial numbers from `first_owner` on; else rows.
         stride: n > 1: after a request's first step verify every n-th block of its positions only.
         two_records: HEAD has records of its own, written before the model and without fingerprints.
+        fused: HEAD plans and verifies in one call, and TAIL verifies what that found; not where TAIL has its own plan.
         verify_cap: entries that a plan has room for.
         ring_cap: violations that the log has room for.
         gap: elements between the rows of tables; times 4 between records.
@@ -76,6 +82,7 @@ class EngineConfig:
     track_lifetime: bool = True
     check_positions: bool = True
     two_records: bool = False
+    fused: bool = False
     verify_cap: int = 4096
     ring_cap: int = 256
     gap: int = 0

@@ -186,7 +186,8 @@ def _token(engine: Engine, pick: int, value: int) -> None:
 
 def _argument(engine: Engine, pick: int, value: int) -> None:
     """Any input of any call of a step holds anything."""
-    op = ("plan", "verify", "write", "chain_tails", "scatter_token_ids")[pick % 5]
+    finds = ("verify_prefixes", "verify_resolved") if engine.config.fused and pick % 3 else ("plan", "verify")
+    op = (*finds, "write", "chain_tails", "scatter_token_ids")[pick % 5]
     engine.changes.append(Change(op=op, pick=pick // 5, value=value))
 
 

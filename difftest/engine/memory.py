@@ -7,11 +7,11 @@ import torch
 from kv_canary.constants import RECORD_WORDS, Tag
 from kv_canary.difftest.engine.config import EngineConfig, GroupConfig
 from kv_canary.difftest.engine.groups import rows_apart
-from kv_canary.specs.structures import Endpoint, VerifyPlan, ViolationLog, WritePlan
+from kv_canary.specs.structures import Endpoint, ResolvedSlots, VerifyPlan, ViolationLog, WritePlan
 
 
 class GroupMemory:
-    """One group's records and plans."""
+    """One group's records, and its plans or what stands for them."""
 
     def __init__(self, group: GroupConfig, config: EngineConfig) -> None:
         swa = group.kind in ("lut", "ring")
@@ -34,6 +34,7 @@ class GroupMemory:
         )
         # The second of each is of what is resident after the step.
         self.verify_plans = tuple(VerifyPlan.allocate(verify_cap=config.verify_cap) for _ in range(2))
+        self.resolved = ResolvedSlots.allocate(entry_cap=config.verify_cap)
         self.write_plans = tuple(WritePlan.allocate(write_cap=config.max_rows + 8) for _ in range(2))
 
 

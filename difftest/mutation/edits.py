@@ -14,9 +14,12 @@ TUNING_NAMES = frozenset(
     {
         *("BLOCK_ENTRIES", "BLOCK_REQUESTS", "BLOCK_SLOTS", "BLOCK_TOKENS", "TILE_TOKENS", "MAX_BLOCK_WORDS"),
         *("PROGRAMS_PER_SM", "INTERPRETER_PROGRAMS", "grid", "parts", "tiles", "block", "block_words"),
+        *("FEW_ENTRIES", "INTERPRETER_ENTRIES", "ONE_PROGRAM_LANES", "INTERPRETER_LANES", "COUNTED_REQUESTS"),
+        *("PER_WARP", "OPTIONS", "LANE_TOKENS", "MAX_LANES", "lays_out", "lanes"),
+        *("ONE_PROGRAM_BYTES", "NARROW_BYTES", "NARROW_TILE", "WIDE_WORDS", "WIDE_REGISTERS", "MAX_REQUESTS"),
     }
 )
-TUNING_KEYWORDS = frozenset({"num_warps", "axis", "dim", "dtype", "device", "other"})
+TUNING_KEYWORDS = frozenset({"num_warps", "maxnreg", "axis", "dim", "dtype", "device", "other"})
 # Calls whose first argument is a shape.
 SHAPE_CALLS = frozenset({"zeros", "full", "empty", "view"})
 
@@ -73,7 +76,12 @@ _OPERATORS: dict[type[ast.operator], tuple[str, str, Kind]] = {
 }
 _MIN_MAX = {"minimum": "maximum", "maximum": "minimum", "min": "max", "max": "min", "any": "all", "all": "any"}
 # Statements that only call something, for what it does to memory.
-_EFFECTS = frozenset({"store", "atomic_add", "atomic_or", "zero_", "add_", "report", "_check_seeds"})
+_EFFECTS = frozenset(
+    {
+        *("store", "atomic_add", "atomic_or", "zero_", "add_", "store_record", "store_status"),
+        *("report", "_check_seeds", "_report_seeds", "_store_tile", "check_entries", "lay_out"),
+    }
+)
 
 
 class Source:
@@ -255,10 +263,17 @@ def _mutable(node: ast.AST) -> Iterator[ast.AST]:
     match node:
         case ast.Assign(targets=[ast.Name(id=name)]) if name in TUNING_NAMES:
             return
+        case ast.Assign(targets=[ast.Tuple(elts=names)]) if TUNING_NAMES.issuperset(
+            getattr(n, "id", "") for n in names
+        ):
+            return
         case ast.Expr(value=ast.Constant()) | ast.List() | ast.JoinedStr():
             return
         case ast.keyword(arg=name) if name in TUNING_KEYWORDS:
             return
+        case ast.Dict():
+            pairs = zip(node.keys, node.values, strict=True)
+            children = [v for k, v in pairs if not (isinstance(k, ast.Constant) and k.value in TUNING_KEYWORDS)]
         case ast.AnnAssign():
             children = [node.value] if node.value is not None else []
         case ast.Call() if _called(node) in SHAPE_CALLS:

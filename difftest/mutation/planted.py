@@ -84,10 +84,7 @@ def planted_source(bug: PlantedBug, source: str) -> str:
 
 _for_good = ExitStack()
 
-_SUMS = "chain_terms(ident, lane, live, TILE_BITS)"
-_PREVIOUS = (
-    "        previous, _ = _look_up(req_to_token_ptr, row_stride, row, position - 1, has_previous, lut_ptr, lut_len)\n"
-)
+_PREVIOUS = "    previous, _ = look_up(tables, row, position - 1, has_previous)\n"
 
 PLANTED_BUGS = (
     PlantedBug(
@@ -100,48 +97,48 @@ PLANTED_BUGS = (
     PlantedBug(
         name="int32-address",
         kind="an address overflows int32",
-        file="kernels/write.py",
+        file="kernels/records.py",
         changes=(
             (
-                "record_ptr = records_ptr + slot * record_stride\n",
-                "record_ptr = records_ptr + (slot * record_stride).to(tl.int32)\n",
+                "return records.ptr + slot * records.stride * _WORDS\n",
+                "return records.ptr + (slot * records.stride * _WORDS).to(tl.int32)\n",
             ),
         ),
-        shows="write stores records elsewhere, or crashes, where rows lie further than 2**31 elements from the first",
+        shows="records are read and stored elsewhere, or a crash, where they lie further than 2**31 words away",
     ),
     PlantedBug(
         name="missing-range-check",
         kind="an index is used unchecked",
-        file="kernels/plan.py",
+        file="kernels/batches.py",
         changes=(
             (
-                "known = valid & (index >= 0) & (index < length) & (row < token_rows)\n",
-                "known = valid & (index >= 0) & (index < length)\n",
+                "known = valid & (index >= 0) & (index < length) & (row > 0) & (row < tokens.num_rows)\n",
+                "known = valid & (index >= 0) & (index < length) & (row > 0)\n",
             ),
         ),
-        shows="plan expects tokens that it read behind the token pool's last row",
+        shows="plan, and what verifies without one, expect tokens that they read behind the token pool's last row",
     ),
     PlantedBug(
         name="exclusive-scan",
         kind="wrong order in a scan",
         file="kernels/write.py",
-        changes=((f"carry + tl.cumsum({_SUMS}, axis=0)\n", f"carry + tl.cumsum({_SUMS}, axis=0) - {_SUMS}\n"),),
+        changes=(("sums = tl.cumsum(terms, axis=0)\n", "sums = tl.cumsum(terms, axis=0) - terms\n"),),
         shows="write stores chains that leave out the token itself",
     ),
     PlantedBug(
         name="lut-twice",
         kind="a table is applied twice",
-        file="kernels/plan.py",
+        file="kernels/batches.py",
         changes=(
             (
                 _PREVIOUS,
                 _PREVIOUS
-                + "        if lut_ptr is not None:\n"
-                + "            known = has_previous & (previous >= 0) & (previous < lut_len)\n"
-                + "            previous = tl.where(known, tl.load(lut_ptr + previous, mask=known), previous)\n",
+                + "    if tables.lut is not None:\n"
+                + "        known = has_previous & (previous >= 0) & (previous < tables.lut_len)\n"
+                + "        previous = tl.where(known, tl.load(tables.lut + previous, mask=known), previous)\n",
             ),
         ),
-        shows="plan gives predecessors that are no slots of the sliding-window pool",
+        shows="plan and verify_prefixes give predecessors that are no slots of the sliding-window pool",
     ),
     PlantedBug(
         name="owner-mask",
@@ -162,11 +159,11 @@ PLANTED_BUGS = (
         kind="read after write",
         file="reference/write.py",
         changes=(
-            ("    _check_seeds(write_plan, request.unique(), endpoint, tails, step, violations)\n", ""),
+            ("    _check_seeds(write_plan, lengths.nonzero()[:, 0], endpoint, tails, step, violations)\n", ""),
             (
-                "    records[slots[stored]] = new[stored]\n",
-                "    records[slots[stored]] = new[stored]\n"
-                "    _check_seeds(write_plan, request.unique(), endpoint, tails, step, violations)\n",
+                "    records[slots.take(written)] = new.index_select(0, written)\n",
+                "    records[slots.take(written)] = new.index_select(0, written)\n"
+                "    _check_seeds(write_plan, lengths.nonzero()[:, 0], endpoint, tails, step, violations)\n",
             ),
         ),
         shows="write reports other PREFIX violations where a seed's slot is written by the same launch",
@@ -174,20 +171,15 @@ PLANTED_BUGS = (
     PlantedBug(
         name="shifted-window",
         kind="a window of bytes shifted",
-        file="kernels/hashing.py",
-        changes=(
-            (
-                "window_start = (position // num_layers) % num_windows * read_bytes\n",
-                "window_start = (position // num_layers + 1) % num_windows * read_bytes\n",
-            ),
-        ),
+        file="kernels/sources.py",
+        changes=(("window = _divide(round_,", "window = _divide(round_ + 1,"),),
         shows="write and verify fingerprint the bytes after the covered ones",
     ),
     PlantedBug(
         name="word-tail",
         kind="wrong tail of an 8-byte word",
-        file="kernels/hashing.py",
-        changes=(("& (at < window_bytes[:, None])\n", "& (in_window < window_bytes[:, None])\n"),),
+        file="kernels/sources.py",
+        changes=(("& (at < window_bytes[:, None])\n", "& (j[None, :] * 8 < window_bytes[:, None])\n"),),
         shows="write and verify fingerprint bytes past the window where its length is no multiple of 8",
     ),
     PlantedBug(
@@ -205,16 +197,42 @@ PLANTED_BUGS = (
     PlantedBug(
         name="ring-window",
         kind="off by one in a length",
-        file="kernels/plan.py",
-        changes=(("prefix + extend - 1 if AFTER_WRITE", "prefix + extend if AFTER_WRITE"),),
+        file="kernels/batches.py",
+        changes=(("prefix + extend - 1 if tables.AFTER_WRITE", "prefix + extend if tables.AFTER_WRITE"),),
         shows="plan starts one position late where it plans for after the write",
     ),
     PlantedBug(
         name="tile-carry",
         kind="scratch read before it is written",
         file="kernels/write.py",
-        changes=(("for before in range(carried, tile):\n", "for before in range(carried, tile + 1):\n"),),
-        shows="write stores wrong chains in the last tile of every request",
+        changes=(("before = tile - 1 - back - block\n", "before = tile - back - block\n"),),
+        shows="write stores wrong chains where a request goes on in another tile",
+    ),
+    PlantedBug(
+        name="stale-neighbour",
+        kind="a shortcut taken unasked",
+        file="kernels/checking.py",
+        changes=((" & (tl.gather(tl.where(readable, slot, 0), before, 0) == previous)", ""),),
+        shows="whatever verifies follows the entry before, also where the predecessor is another slot",
+    ),
+    PlantedBug(
+        name="request-gone",
+        kind="an index that another launch left is used unchecked",
+        file="kernels/verify_resolved.py",
+        changes=(("known = live & (r >= 0) & (r < bs)\n", "known = live & (r >= 0)\n"),),
+        shows="verify_resolved gives entries of requests that are gone the rows that stand behind the batch's",
+    ),
+    PlantedBug(
+        name="second-tile",
+        kind="wrong offset in a persistent loop",
+        file="kernels/verify_prefixes.py",
+        changes=(
+            (
+                "where = entry[:, None, None] * _WORDS +",
+                "where = (entry - first + pid * BLOCK)[:, None, None] * _WORDS +",
+            ),
+        ),
+        shows="verify_prefixes keeps a program's second tile of entries in place of its first",
     ),
     PlantedBug(
         name="tail-anchor",

@@ -21,7 +21,10 @@ from kv_canary.difftest.memory import sparse_storage
 from kv_canary.specs.structures import Endpoint, KvSource, ViolationLog, WritePlan
 
 # Just below, at and just above the tiles of the kernels and the blocks of a strided plan.
-TILE_EDGES = (15, 16, 17, 31, 32, 33, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1024, 1025, 2049)
+TILE_EDGES = (
+    *(15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 127, 128, 129, 255, 256, 257),
+    *(511, 512, 513, 1023, 1024, 1025, 2049, 4095, 4096, 4097),
+)
 
 # The longest span of a giant tensor: far enough for most rows to lie past 2**31, and a GPU must hold all of it.
 _GIANT_BYTES = 20 << 30
@@ -45,7 +48,7 @@ def lengths(*, longest: int = 1025) -> st.SearchStrategy[int]:
 
 def batch_sizes() -> st.SearchStrategy[int]:
     """Mostly a handful of requests, sometimes none, rarely more than one block of them, or two."""
-    many = [0, 1, 1, 17, 255, 256, 257, 257, 513, 520, 600]
+    many = [0, 1, 1, 17, 255, 256, 257, 257, 513, 520, 600, 1025]
     return st.one_of(st.integers(0, 6), st.integers(0, 6), st.sampled_from(many))
 
 

@@ -43,6 +43,9 @@ _LAYOUTS: tuple[tuple[Kind, ...], ...] = (
     ("window", "ring"),
     ("lut", "ring"),
 )
+_WITHOUT_RINGS = tuple(kinds for kinds in _LAYOUTS if "ring" not in kinds)
+# What HEAD and TAIL call where neither has a plan.
+_FUSED = ("verify_prefixes", "verify_resolved")
 # Mostly small; the others' requests cross tiles of the kernels.
 MAX_LENS = (24, 40, 40, 40, 300, 300, 640)
 # The first of each is what Hypothesis shrinks to.
@@ -53,8 +56,10 @@ _FAULTS = (*FAULTS, *4 * ("unmap", "unmap", "argument"), *2 * ("table_entry", "l
 
 
 @st.composite
-def engine_configs(draw: Any, *, max_lens: tuple[int, ...] = MAX_LENS) -> EngineConfig:
-    """An engine of any geometry, whose rows have one of `max_lens` positions."""
+def engine_configs(
+    draw: Any, *, max_lens: tuple[int, ...] = MAX_LENS, layouts: tuple[tuple[Kind, ...], ...] = _LAYOUTS
+) -> EngineConfig:
+    """An engine of any geometry, whose rows have one of `max_lens` positions, and its groups the kinds of a layout."""
     page = draw(st.sampled_from([1, 1, 2, 3, 16]))
     max_len = draw(st.sampled_from(max_lens))
     rows = draw(st.sampled_from([2, 4, 6])) if max_len < 300 else 5
@@ -62,7 +67,7 @@ def engine_configs(draw: Any, *, max_lens: tuple[int, ...] = MAX_LENS) -> Engine
     num_pages = max(2, int(max_len * draw(st.sampled_from([1.2, 2, 4]))) // page)
     first_slot = draw(st.sampled_from([page, page, 1]))
     groups = []
-    for kind in draw(st.sampled_from(_LAYOUTS)):
+    for kind in draw(st.sampled_from(layouts)):
         window = 0 if kind == "full" else draw(st.sampled_from([1, 5, 16, 31, 130] if max_len >= 300 else [1, 5, 16]))
         num_slots = first_slot + num_pages * page
         if kind == "ring":
@@ -100,6 +105,7 @@ def engine_configs(draw: Any, *, max_lens: tuple[int, ...] = MAX_LENS) -> Engine
         track_lifetime=draw(st.booleans()),
         check_positions=draw(st.sampled_from([True, True, False])),
         two_records=draw(st.booleans()),
+        fused=draw(st.booleans()),
         verify_cap=draw(st.sampled_from([4096, 20, 20, 150, 300])),
         ring_cap=draw(st.sampled_from([0, 2, 2, 64])),
         gap=draw(st.integers(0, 2)),
@@ -159,10 +165,9 @@ def engine_rounds(
 @st.composite
 def engine_cases(draw: Any, op: str) -> dict[str, Any]:
     """One call of `op` as an engine makes it, healthy or not."""
-    configs = engine_configs()
-    if op == "scatter_token_ids":
-        configs = configs.map(lambda config: replace(config, token_pool=True))
-    engine = draw(histories(configs))
+    # Rings are planned twice.
+    configs = engine_configs(layouts=_WITHOUT_RINGS if op in _FUSED else _LAYOUTS)
+    engine = draw(histories(configs.map(lambda config: _calling(op, config))))
     memory = engine.memories[0]
     between = op in ("move", "retire")
     chosen = draw(st.lists(actions(_BETWEEN if between else _STEPS), min_size=1, max_size=2))
@@ -180,6 +185,17 @@ def engine_cases(draw: Any, op: str) -> dict[str, Any]:
         found += recorded(perform(engine, Action(kind="idle", more=1)), memory, only=op)
     arguments: dict[str, Any] = found[draw(st.integers(0, len(found) - 1))][1]
     return arguments
+
+
+def _calling(op: str, config: EngineConfig) -> EngineConfig:
+    """Return `config`, changed as far as it takes for its steps to call `op`."""
+    if op == "scatter_token_ids":
+        return replace(config, token_pool=True)
+    if op in ("plan", "verify"):
+        return replace(config, fused=False)
+    if op not in _FUSED:
+        return config
+    return replace(config, fused=True, groups=tuple(replace(group, after_write=False) for group in config.groups))
 
 
 def run_on_reference(calls: Iterator[Call], memory: Memory) -> None:

@@ -52,6 +52,8 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
     if draw(st.booleans()):
         entries["tokens"] = [-1] * n
     records = world.endpoint.records
+    if n and often(draw, 6):
+        return {**_one_flaw(draw, world, entries), "anchors": world.anchors}
     damage_records(draw, records, entries["slots"])
     _use_high_bits(draw, entries, records)
     if n and often(draw, 6):
@@ -84,15 +86,34 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
     spare = draw(st.integers(0, 3))
     filler = [int(v) for v in rng.integers(-5, 50, spare)]
     valid = draw(st.sampled_from([n, n, n, n - 1, 0, -1, n + spare, n + spare + 1, (1 << 31) - 1]))
+    call = _call(draw, world, {name: values + filler for name, values in entries.items()}, valid=valid)
+    return {**call, "anchors": anchors if draw(st.booleans()) or anchors is not world.anchors else None}
+
+
+def _one_flaw(draw: Any, world: World, entries: dict[str, list[int]]) -> dict[str, Any]:
+    """Return the call, less anchors, that verifies one entry, whose record or bytes are wrong in one bit if at all."""
+    i = draw(st.integers(0, len(entries["slots"]) - 1))
+    kind = draw(st.sampled_from(["chain", "k", "v", "token", "position", "bytes"]))
+    if kind == "bytes":
+        damage_bytes(draw, world.endpoint.k_source)
+        damage_bytes(draw, world.endpoint.v_source)
+    else:
+        word, low = {"chain": (1, 0), "k": (2, 0), "v": (2, 32), "token": (0, 0), "position": (0, 32)}[kind]
+        bit = low + draw(st.integers(0, 31))
+        world.endpoint.records[entries["slots"][i], word] ^= to_signed(1 << bit)
+    return _call(draw, world, {name: [values[i]] for name, values in entries.items()}, valid=1)
+
+
+def _call(draw: Any, world: World, entries: dict[str, list[int]], *, valid: int) -> dict[str, Any]:
+    """Return the call, less anchors, that verifies `entries`."""
     return {
         "verify_plan": VerifyPlan(
-            **{name: int64(entries[name] + filler) for name in ("slots", "prev_slots", "positions", "tokens")},
-            rows=torch.tensor(entries["rows"] + filler, dtype=torch.int32),
+            **{name: int64(entries[name]) for name in ("slots", "prev_slots", "positions", "tokens")},
+            rows=torch.tensor(entries["rows"], dtype=torch.int32),
             num_valid=torch.tensor([valid], dtype=torch.int32),
-            num_requested=torch.tensor([n]),
+            num_requested=torch.tensor([len(entries["slots"])]),
         ),
         "endpoint": world.endpoint,
-        "anchors": anchors if draw(st.booleans()) or anchors is not world.anchors else None,
         "step": int64([draw(steps)]),
         "track_lifetime": draw(st.booleans()),
         "violations": draw(violation_logs()),

@@ -25,7 +25,7 @@ from kv_canary.difftest.strategies.domain import (
     violation_logs,
     worlds,
 )
-from kv_canary.reference.hashing import identity, walk_chain, writer
+from kv_canary.reference.hashing import identity, walk_chains, writer
 from kv_canary.specs.structures import WritePlan
 
 
@@ -216,7 +216,7 @@ def _hold_others(rng: np.random.Generator, records: torch.Tensor, batch: _Batch,
         if r >= count or not 0 < row < len(batch.tails) or first >= last:
             continue
         identities = identity(int64(batch.tokens[first:last]), int64(batch.positions[first:last]))
-        chains = walk_chain(int(batch.tails[row]), identities)
+        chains = walk_chains(batch.tails[row : row + 1], int64([last - first]), identities).tolist()
         kinds = int(rng.integers(0, 8))
         for i, k in enumerate(rng.permutation(last - first)[:16].tolist()):
             slot = batch.slots[first + k]

@@ -311,12 +311,12 @@ def _is_source(value: Any) -> TypeGuard[Any]:
 
 
 def _struct_fields(value: Any) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
-    for field in _fields_of(type(value)):
+    for field in _fields_of(value.__class__):
         yield field, getattr(value, field.name)
 
 
 @functools.cache
-def _fields_of(structure: type) -> tuple[dataclasses.Field[Any], ...]:
+def _fields_of(structure: Any) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(structure)
 
 

@@ -70,10 +70,7 @@ SPEC = KernelSpec(
         "write_plan": StructSpec(type=WritePlan, role="out", doc="segments to write"),
         "status": TensorSpec(dtype=torch.int32, shape=(1,), role="out", doc="Status bits"),
         "entry_offsets": TensorSpec(
-            dtype=torch.int64,
-            shape=("bs+2",),
-            role="scratch",
-            doc="first entry of each request, their number, and the longest stride",
+            dtype=torch.int64, shape=("bs+1",), role="scratch", doc="first entry of each request"
         ),
     },
     checks=(partial(check_write_capacity, "plan"),),

@@ -63,11 +63,9 @@ SPEC = KernelSpec(
         "violations": StructSpec(type=ViolationLog, role="inout", compare="violations", doc="where violations go"),
         "counters": TensorSpec(dtype=torch.int64, shape=(len(Tag), 2), role="inout", doc="launches, entries; by tag"),
         "entry_offsets": TensorSpec(
-            dtype=torch.int64,
-            shape=("bs+2",),
-            role="scratch",
-            doc="first entry of each request, their number, and the longest stride",
+            dtype=torch.int64, shape=("bs+1",), role="scratch", doc="first entry of each request"
         ),
+        "longest_stride": TensorSpec(dtype=torch.int64, shape=(1,), role="scratch", doc="of the batch"),
     },
     checks=(partial(check_write_capacity, "verify_prefixes"),),
 )

@@ -431,10 +431,13 @@ def test_reports_end_when_the_damaged_slot_is_written_again() -> None:
     engine, _ = witness("real_kv_used")
     name = engine.groups[0].name
     for _ in range(60):
-        engine.run(Action(kind="retract"))
+        # All of them, for several may share the slot; then as many again, whichever slots are handed out first.
+        for _ in range(engine.config.max_rows):
+            engine.run(Action(kind="retract"))
         engine.run(Action(kind="evict", amount=1000))
-        engine.run(Action(kind="arrive", amount=engine.config.max_len - 2, pick=1))
-        engine.run(Action(kind="prefill", amount=engine.config.max_len))
+        for _ in range(engine.config.max_rows):
+            engine.run(Action(kind="arrive", amount=engine.config.max_len - 2, pick=1))
+            engine.run(Action(kind="prefill", amount=engine.config.max_len))
         if not engine.bytes[name]:
             break
     assert engine.bytes[name] == {}

@@ -36,7 +36,10 @@ from kv_canary.specs import get_spec
 # A history takes about half a second.
 examples = settings(max_examples=max(1, settings.default.max_examples // 10))
 STEPS = 60
-OPS = ("plan", "verify", "write", "move", "retire", "scatter_token_ids", "chain_tails")
+OPS = (
+    *("plan", "verify", "verify_prefixes", "verify_resolved"),
+    *("write", "move", "retire", "scatter_token_ids", "chain_tails"),
+)
 
 
 def config(**changes: object) -> EngineConfig:
@@ -104,6 +107,47 @@ def test_a_step_makes_its_calls_in_order() -> None:
     head = ["plan", "verify"] * 2
     assert ops[: len(head) + 2] == ["chain_tails", "scatter_token_ids", *head]
     assert ops[len(head) + 2 :][:4] == ["write", "verify"] * 2
+
+
+def test_a_fused_step_makes_its_calls_in_order() -> None:
+    engine, memory = started(token_pool=True, fused=True)
+    request = arrived(engine)
+    for _ in range(2):
+        made = run(engine, engine.step({request: max(engine.remaining(request), 1)}))
+        ops = [op for op, _ in made if op != "retire"]
+        assert ops == ["chain_tails", "scatter_token_ids", *["verify_prefixes"] * 2, *["write", "verify_resolved"] * 2]
+    # In the second step nine positions in the pool, of which six behind the LUT; ten tokens are written.
+    assert memory.counters[[kc.Tag.HEAD_FULL, kc.Tag.HEAD_SWA]].tolist() == [[2, 9], [2, 6]]
+    assert memory.counters[[kc.Tag.TAIL_FULL, kc.Tag.TAIL_SWA]].tolist() == [[4, 9 + 10], [4, 6 + 10]]
+    assert int(memory.violations.count) == 0
+
+
+def test_where_tail_has_a_plan_of_its_own_nothing_is_fused() -> None:
+    engine, _ = started(**RINGS, fused=True)
+    made = prefill(engine, arrived(engine, fresh=12))
+    assert {op for op, _ in made} == {"chain_tails", "scatter_token_ids", "plan", "verify", "write"}
+
+
+@examples
+@given(drawn=engine_configs(max_lens=(24, 40, 300)), seed=st.integers(0, 2**32 - 1))
+def test_a_fused_engine_finds_what_one_that_plans_finds(drawn: EngineConfig, seed: int) -> None:
+    found = []
+    for fused in (False, True):
+        rng = np.random.default_rng(seed)
+        engine = Engine(replace(drawn, fused=fused, ring_cap=4096))
+        memory = engine.new_memory()
+        for i in range(STEPS // 2):
+            if i == STEPS // 4:
+                for kind in ("record", "kv_byte", "table_entry", "lut_entry"):
+                    corrupt(engine, kind, pick=int(rng.integers(1000)), value=int(rng.integers(-3, 400)))
+            for call in perform(engine, random_action(rng, longest=drawn.max_len)):
+                implementation(call.op, "reference")(**call.arguments(memory))
+        count = int(memory.violations.count)
+        assert count <= 4096
+        rows = Counter(map(tuple, memory.violations.ring[:count].tolist()))
+        records = [r.tolist() for group in memory.groups.values() for r in group.records]
+        found.append((rows, memory.counters.tolist(), memory.tails.tolist(), records))
+    assert found[0] == found[1]
 
 
 def test_ring_plans_twice_and_wraps() -> None:

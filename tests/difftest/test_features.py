@@ -20,7 +20,10 @@ from kv_canary.specs import get_spec
 
 # Cases a generator draws before the gaps are looked at again, and how often that may be.
 CASES, ROUNDS = 50, 25
-OPS = ("plan", "verify", "write", "move", "retire", "scatter_token_ids", "chain_tails")
+OPS = (
+    *("plan", "verify", "verify_prefixes", "verify_resolved"),
+    *("write", "move", "retire", "scatter_token_ids", "chain_tails"),
+)
 
 
 def int64(*values: int) -> torch.Tensor:
@@ -139,6 +142,67 @@ def test_tiles_are_crossed_past_their_size(entries: int, gained: set[str]) -> No
 )
 def test_features_of_a_verify(changes: dict[str, Any], gained: set[str]) -> None:
     assert of_call("verify", verify_call(**changes)) == {"source:none", "ring:room"} | gained
+
+
+def prefixes_call(**changes: Any) -> dict[str, Any]:
+    """The decode of `plan_call`, as verify_prefixes takes it, over records that were all written."""
+    given = {name: value for name, value in plan_call().items() if name not in ("after_write", "verify_plan")}
+    given |= {name: value for name, value in verify_call(slots=[]).items() if name != "verify_plan"}
+    return get_spec("verify_prefixes").bind({**given, "resolved": kc.ResolvedSlots.allocate(entry_cap=8), **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "gained"),
+    [
+        ({}, set()),
+        ({"resolved": kc.ResolvedSlots.allocate(entry_cap=4)}, {"capacity:truncated"}),
+        ({"rows": int64(1, 7)}, {"hostile:value"}),
+        ({"anchors": int64(4)}, {"anchors:given"}),
+        ({"track_lifetime": True, "token_offset": 1}, {"lifetime:tracked", "tokens:shifted"}),
+        ({"strides": int64(1, 2)}, {"strides:some"}),
+        # The LUT sends the slots from 5 on, which only the second request has, to the padding slot.
+        ({"lut": torch.arange(9) * (torch.arange(9) < 5)}, {"residency:evicted", "slot:unmapped"}),
+        ({"endpoint": kc.Endpoint(tag=0, records=torch.zeros(9, 4, dtype=torch.int64))}, {"record:zero"}),
+    ],
+)
+def test_features_of_prefixes(changes: dict[str, Any], gained: set[str]) -> None:
+    attention = {"attention:lut" if "lut" in changes else "attention:full"}
+    plain = {"batch:decode", "requests:several", "source:none", "ring:room"} | attention
+    assert of_call("verify_prefixes", prefixes_call(**changes)) == plain | gained
+
+
+def test_prefixes_cross_the_tiles_of_verify() -> None:
+    table = torch.arange(400, dtype=torch.int32).view(2, 200)
+    changes = {"rows": int64(1), "prefix_lens": int64(129), "extend_lens": int64(1), "req_to_token": table}
+    changes["resolved"] = kc.ResolvedSlots.allocate(entry_cap=200)
+    assert {"tile:verify", "tile:edge"} <= of_call("verify_prefixes", prefixes_call(**changes))
+    changes["resolved"] = kc.ResolvedSlots.allocate(entry_cap=100)
+    assert "tile:verify" not in of_call("verify_prefixes", prefixes_call(**changes))
+
+
+@pytest.mark.parametrize(
+    ("entries", "gained"),
+    [
+        ([[1, -1, 0, 0]], set()),
+        ([[0, -1, 0, 0]], {"slot:unmapped"}),
+        ([[-3, -1, 0, 0]], {"hostile:value"}),
+        ([[1, -1, 0, 2]], {"hostile:value"}),
+        ([[1, -1, 0, -1]], {"hostile:value"}),
+        ([[5, -1, 0, 0], [5, -1, 0, 1]], {"sharing:prefix"}),
+        ([[5, -1, 0, 0], [5, -1, 0, 0]], set()),
+        ([[1, -1, 0, 0]] * 129, {"tile:verify", "tile:edge"}),
+    ],
+)
+def test_features_of_resolved_slots(entries: list[list[int]], gained: set[str]) -> None:
+    call = {name: value for name, value in verify_call(slots=[]).items() if name != "verify_plan"}
+    call["rows"] = int64(1, 2)
+    call["resolved"] = kc.ResolvedSlots(
+        entries=torch.tensor(entries, dtype=torch.int32),
+        num_valid=torch.tensor([len(entries)], dtype=torch.int32),
+        num_requested=int64(len(entries)),
+    )
+    bound = get_spec("verify_resolved").bind(call)
+    assert of_call("verify_resolved", bound) == {"requests:several", "source:none", "ring:room"} | gained
 
 
 def test_features_of_records_and_sources() -> None:

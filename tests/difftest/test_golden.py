@@ -106,6 +106,62 @@ def test_records_of_three_tokens_with_fingerprints(backend: str, device: torch.d
     assert counters.tolist() == [[0, 0], [1, 3], [0, 0], [0, 0], [0, 0], [0, 0]]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_prefix_found_behind_a_lut_and_checked_at_head_and_tail(backend: str, device: torch.device) -> None:
+    # Row 2 has its three tokens in the slots 4, 2, 3, which the table names 1, 3, 2; a second request is padding.
+    chains, slots = expected_chains(), [4, 2, 3]
+    records = torch.zeros(5, 4, dtype=torch.int64, device=device)
+    for slot, ident, chain in zip(slots, IDENTITIES, chains, strict=True):
+        records[slot] = torch.tensor([ident, chain, 0, (3 << 24) + 5])
+    # The slot in the middle holds another token now; whoever wrote it took no care of the chain.
+    wrong = 301 + (1 << 32)
+    records[2, 0] = wrong
+    rows, lens = (torch.tensor(values, device=device) for values in ([2, 0], [3, 1]))
+    tokens = torch.zeros(3, 4, dtype=torch.int32)
+    tokens[2, 1:] = torch.tensor([7, 300, 65537])
+    # The pool holds tokens one further on than their positions.
+    told = {"rows": rows, "expected_tokens": tokens.to(device), "expected_lens": lens + 1, "token_offset": 1}
+    resolved = kc.ResolvedSlots.allocate(entry_cap=4, device=device)
+    plan = kc.WritePlan.allocate(write_cap=2, device=device)
+    status = torch.ones(1, dtype=torch.int32, device=device)
+    counters = torch.zeros(6, 2, dtype=torch.int64, device=device)
+    logs = [kc.ViolationLog.allocate(ring_cap=4, device=device) for _ in range(2)]
+    step = torch.tensor([9], device=device)
+    kc.ops.verify_prefixes(
+        **told,
+        prefix_lens=lens,
+        extend_lens=torch.tensor([2, 1], device=device),
+        req_to_token=torch.tensor([[0] * 3, [0] * 3, [1, 3, 2]], dtype=torch.int32, device=device),
+        lut=torch.tensor([0, 4, 3, 2], device=device),
+        step=step,
+        endpoint=kc.Endpoint(tag=kc.Tag.HEAD_SWA, records=records),
+        resolved=resolved,
+        write_plan=plan,
+        status=status,
+        violations=logs[0],
+        counters=counters,
+        backend=backend,
+    )
+    assert resolved.entries.tolist() == [[4, -1, 0, 0], [2, 4, 1, 0], [3, 2, 2, 0], [0] * 4]
+    assert (resolved.num_valid.item(), resolved.num_requested.item(), status.item()) == (3, 3, 0)
+    assert [plan.rows.tolist(), plan.offsets.tolist(), plan.seed_slots.tolist()] == [[2, 0], [0, 2, 3], [3, -1]]
+    kc.ops.verify_resolved(
+        **told,
+        resolved=resolved,
+        endpoint=kc.Endpoint(tag=kc.Tag.TAIL_SWA, records=records),
+        step=step,
+        violations=logs[1],
+        counters=counters,
+        backend=backend,
+    )
+    assert counters.tolist() == [[0, 0], [0, 0], [0, 0], [1, 3], [1, 3], [0, 0]]
+    chain = signed((chains[0] * 0x9E3779B97F4A7C15 + splitmix64(wrong)) % TWO64)
+    for tag, log in zip((3, 4), logs, strict=True):
+        assert log.count.item() == 1
+        # TOKEN + CHAIN at position 1; the next one follows the chain that the record still has.
+        assert log.ring[0].tolist() == [tag, 17, 2, 2, 1, wrong, 300, chains[1], chain, 0, 0, (3 << 24) + 5, 9, 4, 0, 0]
+
+
 def test_the_short_last_window_pads_with_zeros() -> None:
     # Position 4 is covered in layer 0, window 2: bytes [16, 20), padded to one word.
     from kv_canary.reference.hashing import fingerprint

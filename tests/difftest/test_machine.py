@@ -68,6 +68,10 @@ def changed(op: str, path: str, *, every: int = 1) -> Any:
         ("chain_tails", "tails", 1),
         ("scatter_token_ids", "status", 1),
         ("verify", "violations.count", 1),
+        ("verify_prefixes", "resolved.num_requested", 1),
+        ("verify_prefixes", "write_plan.offsets", 3),
+        ("verify_prefixes", "violations.count", 1),
+        ("verify_resolved", "counters", 1),
     ],
 )
 def test_a_broken_implementation_is_caught(op: str, path: str, every: int) -> None:

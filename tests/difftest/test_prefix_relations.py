@@ -1,0 +1,130 @@
+"""What planning and verifying in one call must have in common with doing one after the other, on each backend.
+
+Any call will do, hostile ones too: `plan` then `verify` is what `verify_prefixes` is, and `verify` once more, what
+`verify_resolved` makes of the slots that are left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import kv_canary as kc
+from kv_canary.constants import VIOLATION_WORDS
+from kv_canary.difftest.memory import room_for
+from kv_canary.difftest.runner import launch
+from kv_canary.difftest.strategies import cases
+from kv_canary.specs import get_spec
+from kv_canary.specs.interface import Leaf
+
+INT32_MAX = (1 << 31) - 1
+# Words of a violation row that hold a slot.
+SLOT, PREDECESSOR = 2, 13
+
+# Four launches and more of each backend.
+half = settings(max_examples=max(1, settings.default.max_examples // 2))
+
+
+class Launcher:
+    """Makes calls on one backend, on copies with guards around them."""
+
+    def __init__(self, backend: str, device: torch.device) -> None:
+        self.backend = backend
+        self.device = device if backend == "triton" else torch.device("cpu")
+
+    def after(self, op: str, call: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the complete call of `op`, with its outputs as the launch leaves them."""
+        spec = get_spec(op)
+        bound = spec.bind(call)
+        with room_for(spec, bound, device=self.device):
+            left = launch(spec, bound, backend=self.backend, device=self.device, fill=2)
+
+        def output(leaf: Leaf) -> torch.Tensor:
+            if leaf.path not in left:
+                return leaf.tensor
+            return left[leaf.path].clone().view(leaf.tensor.dtype).view(leaf.tensor.shape)
+
+        return spec.map_tensors(bound, output)
+
+
+def named(op: str, call: Mapping[str, Any]) -> dict[str, Any]:
+    """Those arguments of a call that `op` takes too, less outputs and scratch."""
+    arguments = get_spec(op).arguments
+    taken = {n: v for n, v in call.items() if n in arguments and getattr(arguments[n], "role", "in") == "in"}
+    return taken if op != "plan" or call["strides"] is not None else {**taken, "step": None}
+
+
+def fresh(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A log with room for all that the call can find, and counters that are not zero."""
+    capacity = len(call["resolved"].entries)
+    return {
+        "violations": kc.ViolationLog.allocate(ring_cap=capacity),
+        "counters": torch.arange(2 * len(kc.Tag)).view(-1, 2),
+    }
+
+
+def found(call: Mapping[str, Any]) -> Counter[tuple[int, ...]]:
+    """The violations of a call, in any order; slots past 32 bits all read the same, as resolved slots hold them."""
+    log = call["violations"]
+    rows = log.ring[: int(log.count)].view(-1, VIOLATION_WORDS)
+    rows[:, [SLOT, PREDECESSOR]] = rows[:, [SLOT, PREDECESSOR]].clamp(max=INT32_MAX)
+    return Counter(map(tuple, rows.tolist()))
+
+
+def same(left: Any, right: Any) -> None:
+    """Check that two tensors, or the tensors of two structures, hold the same."""
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right)
+    else:
+        for name, tensor in vars(left).items():
+            assert torch.equal(tensor, getattr(right, name)), name
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_planning_and_verifying_in_one_is_doing_both(backend: str, device: torch.device) -> None:
+    made = Launcher(backend, device)
+    seen: Counter[str] = Counter()
+
+    @half
+    @given(case=cases("verify_prefixes"))
+    def check(case: dict[str, Any]) -> None:
+        given = {**get_spec("verify_prefixes").bind(case), **fresh(case)}
+        at_once = made.after("verify_prefixes", given)
+        capacity = len(given["resolved"].entries)
+        planned = made.after(
+            "plan",
+            {
+                **named("plan", given),
+                "verify_plan": kc.VerifyPlan.allocate(verify_cap=capacity),
+                "write_plan": kc.WritePlan.allocate(write_cap=len(given["write_plan"].rows)),
+                "status": torch.zeros(1, dtype=torch.int32),
+            },
+        )
+        plan, resolved = planned["verify_plan"], at_once["resolved"]
+        verified = made.after("verify", {**named("verify", given), **fresh(given), "verify_plan": plan})
+        same(at_once["write_plan"], planned["write_plan"])
+        same(at_once["status"], planned["status"])
+        same(at_once["counters"], verified["counters"])
+        assert found(at_once) == found(verified)
+        same(resolved.num_valid, plan.num_valid)
+        same(resolved.num_requested, plan.num_requested)
+        n = int(plan.num_valid)
+        wanted = torch.stack([plan.slots[:n], plan.prev_slots[:n], plan.positions[:n]], dim=1).clamp(max=INT32_MAX)
+        same(resolved.entries[:n, :3].to(torch.int64), wanted)
+        same(given["rows"][resolved.entries[:n, 3].long()].to(torch.int32), plan.rows[:n])
+
+        # TAIL: on the slots that were found, and on the plan once more.
+        again = made.after("verify", {**named("verify", given), **fresh(given), "verify_plan": plan})
+        tail = made.after("verify_resolved", {**named("verify_resolved", given), **fresh(given), "resolved": resolved})
+        same(tail["counters"], again["counters"])
+        assert found(tail) == found(again)
+        seen.update(entries=n, violations=int(tail["violations"].count))
+
+    check()
+    assert seen["entries"]
+    assert seen["violations"]
