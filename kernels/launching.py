@@ -22,7 +22,7 @@ PROGRAMS_PER_SM = 64
 INTERPRETER_PROGRAMS = 3
 # Lanes of work that one program takes on where that saves a launch. Fewer in the interpreter, so that batches of a size
 # that it can take go both ways.
-ONE_PROGRAM_LANES = 1024
+ONE_PROGRAM_LANES = 512
 INTERPRETER_LANES = 64
 # Entries that are few; see `few_entries`.
 FEW_ENTRIES = 1 << 16
