@@ -18,8 +18,9 @@ from kv_canary.specs.interface import KernelSpec, Leaf
 MOST = 20
 
 RECORD_FIELDS = ("IDENTITY", "CHAIN", "KV", "WRITER")
-# The words of an entry that verify_prefixes resolved.
-ENTRY_FIELDS = ("slot", "previous", "position", "request")
+# The words of an entry that verify_prefixes resolved, and of where a run begins.
+ENTRY_FIELDS = ("slot", "position")
+RUN_FIELDS = ("slot of the position before", "request")
 SLOT_CODES = {-1: "HEAD_OF_CHAIN", -2: "UNCHECKED", -3: "BAD_SLOT"}
 VIOLATION_FIELDS = (
     "tag",
@@ -202,8 +203,8 @@ def _meaning(leaf: Leaf) -> tuple[Where, Say]:
         )
     if shape == ("entry_cap", RESOLVED_WORDS):
         return (
-            lambda row, column: f"entry {row}, {ENTRY_FIELDS[column]}",
-            lambda row, column, value: say_slot(value) if column < 2 else str(value),
+            lambda row, column: f"entry {row}, {(RUN_FIELDS if name == 'runs' else ENTRY_FIELDS)[column]}",
+            lambda row, column, value: say_slot(value) if column == 0 else _say_entry_word(name, value),
         )
     first = str(shape[0]).split("+")[0] if shape and isinstance(shape[0], str) else "element"
     noun = {
@@ -220,6 +221,10 @@ def _meaning(leaf: Leaf) -> tuple[Where, Say]:
     return lambda row, column: f"{noun} {row}" if first != "element" else f"[{row}]", lambda row, column, value: str(
         value
     )
+
+
+def _say_entry_word(name: str, value: int) -> str:
+    return f"~{~value}, where a run begins" if name == "entries" and value < 0 else str(value)
 
 
 def _with_writers(spec: KernelSpec, bound: Mapping[str, Any], found: list[Difference]) -> list[Difference]:

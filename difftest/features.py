@@ -123,7 +123,7 @@ def _verify_resolved(a: Mapping[str, Any]) -> Features:
     resolved, rows, num_slots = a["resolved"], a["rows"], len(a["endpoint"].records)
     valid = int(resolved.num_valid)
     n = min(max(valid, 0), len(resolved.entries))
-    slots, previous, _, request = resolved.entries[:n].to(torch.int64).unbind(dim=1)
+    slots, previous, _, request = resolved.unfold(0, n)
     inside = (request >= 0) & (request < len(rows))
     if valid != n or bool(((slots < 0) | (slots >= num_slots) | (previous < -2) | (previous >= num_slots)).any()):
         yield "hostile:value"

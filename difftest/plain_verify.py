@@ -26,6 +26,9 @@ from kv_canary.specs.structures import Endpoint, ResolvedSlots, VerifyPlan, Viol
 
 CHAIN, POSITION, K, V, TOKEN = 1, 2, 4, 8, 16
 UNMAPPED, SLOT_RANGE, NEVER_WRITTEN, FREED = 128, 256, 512, 1024
+# A block of resolved slots, whose first entry begins a run.
+RUN_ENTRIES = 64
+INT32_MAX = (1 << 31) - 1
 OVERFLOW, ROW_RANGE, LENGTH_RANGE, LUT_RANGE = 1, 2, 4, 8
 
 
@@ -121,8 +124,15 @@ def verify_prefixes(
     for i, entry in enumerate(found[:capacity]):
         token = _token(expected_tokens, expected_lens, token_offset, entry)
         _check(entry, token, endpoint, anchors, int(step), track_lifetime, violations)
-        for word, value in enumerate((entry.slot, entry.predecessor, entry.position, entry.request)):
-            resolved.entries[i, word] = min(value, (1 << 31) - 1)
+        before = found[i - 1]
+        slot, predecessor, position = (min(x, INT32_MAX) for x in (entry.slot, entry.predecessor, entry.position))
+        follows = before.request == entry.request and before.position + 1 == entry.position
+        resolved.entries[i, 0] = slot
+        resolved.entries[i, 1] = position
+        if i % RUN_ENTRIES == 0 or not follows:
+            resolved.entries[i, 1] = -1 - position
+            resolved.runs[i, 0] = predecessor
+            resolved.runs[i, 1] = entry.request
     resolved.num_valid[0] = min(len(found), capacity)
     resolved.num_requested[0] = len(found)
     status[0] = bits | _bits(found, capacity)
@@ -145,8 +155,14 @@ def verify_resolved(
 ) -> None:
     """Check again the slots that a batch's cached positions were found in."""
     count = min(max(int(resolved.num_valid), 0), resolved.entries.shape[0])
+    slot = predecessor = request = 0
     for i in range(count):
-        slot, predecessor, position, request = resolved.entries[i].tolist()
+        before, (slot, position) = slot, resolved.entries[i].tolist()
+        if position < 0 or i % RUN_ENTRIES == 0:
+            predecessor, request = resolved.runs[i].tolist()
+        else:
+            predecessor = UNCHECKED if before == HEAD_OF_CHAIN else before
+        position = -1 - position if position < 0 else position
         row = int(rows[request]) if 0 <= request < rows.shape[0] else 0
         entry = Entry(slot=slot, predecessor=predecessor, position=position, row=row, request=request)
         token = _token(expected_tokens, expected_lens, token_offset, entry)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from kv_canary.constants import BAD_SLOT, HEAD_OF_CHAIN, STRIDE_BLOCK, UNCHECKED, Status
 from kv_canary.kernels.launching import begin, overlapping
+from kv_canary.specs.structures import WritePlan
 
 # Requests that one program lays out at a time, at least and at most, and that are counted at once to find an entry's.
 BLOCK_REQUESTS, MAX_BLOCK_REQUESTS = 256, 1024
@@ -33,6 +34,18 @@ class Batch(NamedTuple):
     strides: Any
     step: Any
     size: Any
+
+
+class Plan(NamedTuple):
+    """What a kernel is told of a `WritePlan`."""
+
+    rows: Any
+    owners: Any
+    offsets: Any
+    prefix_lens: Any
+    seed_slots: Any
+    num_requests: Any
+    capacity: Any
 
 
 class Tables(NamedTuple):
@@ -84,6 +97,19 @@ def tables_of(
     lut_len = 0 if lut is None else lut.shape[0]
     return Tables(
         req_to_token, req_to_token.stride(0), num_rows, max_len, lut, lut_len, window, tl.constexpr(after_write)
+    )
+
+
+def plan_of(plan: WritePlan) -> Plan:
+    """Return what a kernel is told of a write plan."""
+    return Plan(
+        rows=plan.rows,
+        owners=plan.owners,
+        offsets=plan.offsets,
+        prefix_lens=plan.prefix_lens,
+        seed_slots=plan.seed_slots,
+        num_requests=plan.num_requests,
+        capacity=plan.rows.shape[0],
     )
 
 
@@ -142,19 +168,12 @@ def _kept_blocks(start, prefix, stride, step):
 def lay_out(
     # inputs
     batch,
-    owners_ptr,
     tables,
     capacity,
-    plans,
+    leaves,
     # outputs
     entry_offsets_ptr,
     longest_stride_ptr,
-    out_rows_ptr,
-    out_owners_ptr,
-    out_offsets_ptr,
-    out_prefix_lens_ptr,
-    out_seed_slots_ptr,
-    num_requests_ptr,
     num_valid_ptr,
     num_requested_ptr,
     status_ptr,
@@ -163,27 +182,16 @@ def lay_out(
 ):
     """Find where each request's entries begin, and return how many there are, as far as they fit the capacity.
 
-    Several programs may do it at once, for what they leave is the same. One of them `plans`: it leaves the write plan
-    too, and the status but for LUT_RANGE.
+    Several programs may do it at once, for what they find is the same. One of them `leaves` how many there are, and the
+    status but for LUT_RANGE.
     """
     status = tl.zeros([BLOCK], dtype=tl.int32)
     entries = tl.zeros([1], dtype=tl.int64)
-    tokens = tl.zeros([1], dtype=tl.int64)
     longest = tl.zeros([1], dtype=tl.int64)
     for first in range(0, batch.size, BLOCK):
         r = first + tl.arange(0, BLOCK).to(tl.int64)
         inside = r < batch.size
-        # r < size
-        row = tl.load(batch.rows + r, mask=inside, other=0)
-        prefix_in = tl.load(batch.prefix_lens + r, mask=inside, other=0)
-        extend_in = tl.load(batch.extend_lens + r, mask=inside, other=0)
-        row_ok = (row >= 0) & (row < tables.num_rows)
-        extend_ok = (extend_in >= 0) & (extend_in <= 0x7FFFFFFF)
-        lens_ok = (prefix_in >= 0) & (prefix_in <= tables.max_len) & extend_ok
-        live = inside & row_ok & lens_ok & (row != 0)
-        prefix = tl.where(live, prefix_in, 0)
-        extend = tl.where(inside & extend_ok, extend_in, 0)
-
+        _row, _in, prefix, extend, _live, row_ok, lens_ok = _requests(batch, tables, r, inside)
         start = _first_position(tables, prefix, extend)
         count = tl.maximum(prefix - start, 0)
         if batch.strides is not None:
@@ -193,32 +201,16 @@ def lay_out(
                 _first, kept, front, back, last_alone = _kept_blocks(start, prefix, stride, tl.load(batch.step))
                 strided = kept * _STRIDE_BLOCK - front - back + last_alone.to(tl.int64)
                 count = tl.where((count > 0) & (stride > 1), strided, count)
-        # entry_offsets and offsets have size + 1 elements
+        # entry_offsets has size + 1 elements
         tl.store(entry_offsets_ptr + r + 1, entries + tl.cumsum(count, axis=0), mask=inside)
         entries += tl.sum(count, axis=0)
-        if plans:
-            status |= tl.where(inside & (row_ok == 0), _ROW_RANGE, 0)
-            status |= tl.where(inside & (lens_ok == 0), _LENGTH_RANGE, 0)
-            tl.store(out_offsets_ptr + r + 1, tokens + tl.cumsum(extend, axis=0), mask=inside)
-            tokens += tl.sum(extend, axis=0)
-            seeded = live & (prefix > 0)
-            # seeded: 0 < row < num_rows, 0 <= prefix - 1 < max_len
-            seed, _bad = look_up(tables, row, prefix - 1, seeded)
-            owner = row
-            if owners_ptr is not None:
-                owner = tl.load(owners_ptr + r, mask=inside, other=0)
-            # size <= capacity of the write plan, checked on the host
-            tl.store(out_rows_ptr + r, tl.where(live, row, 0), mask=inside)
-            tl.store(out_owners_ptr + r, owner, mask=inside)
-            tl.store(out_prefix_lens_ptr + r, prefix_in, mask=inside)
-            tl.store(out_seed_slots_ptr + r, tl.where(seeded, seed, _HEAD_OF_CHAIN), mask=inside)
+        status |= tl.where(inside & (row_ok == 0), _ROW_RANGE, 0)
+        status |= tl.where(inside & (lens_ok == 0), _LENGTH_RANGE, 0)
     requested = tl.sum(entries, axis=0)
     tl.store(entry_offsets_ptr, 0)
     if longest_stride_ptr is not None:
         tl.store(longest_stride_ptr, tl.max(longest, axis=0))
-    if plans:
-        tl.store(out_offsets_ptr, 0)
-        tl.store(num_requests_ptr, batch.size)
+    if leaves:
         tl.store(num_requested_ptr, requested)
         tl.store(num_valid_ptr, tl.minimum(requested, capacity).to(tl.int32))
         bits = tl.where(requested > capacity, _OVERFLOW, 0)
@@ -228,21 +220,65 @@ def lay_out(
 
 
 @triton.jit
-def lay_out_alone(
+def _requests(batch, tables, r, inside):
+    """Row, prefix as given, prefix and extend as they count, and whether it lives, its row is one and its lengths can
+    be, of each request."""
+    # r < size
+    row = tl.load(batch.rows + r, mask=inside, other=0)
+    prefix_in = tl.load(batch.prefix_lens + r, mask=inside, other=0)
+    extend_in = tl.load(batch.extend_lens + r, mask=inside, other=0)
+    row_ok = (row >= 0) & (row < tables.num_rows)
+    extend_ok = (extend_in >= 0) & (extend_in <= 0x7FFFFFFF)
+    lens_ok = (prefix_in >= 0) & (prefix_in <= tables.max_len) & extend_ok
+    live = inside & row_ok & lens_ok & (row != 0)
+    prefix = tl.where(live, prefix_in, 0)
+    extend = tl.where(inside & extend_ok, extend_in, 0)
+    return row, prefix_in, prefix, extend, live, row_ok, lens_ok
+
+
+@triton.jit
+def plan_write(
     # inputs
     batch,
     owners_ptr,
+    tables,
+    # outputs
+    plan,
+    # constants
+    BLOCK: tl.constexpr,
+):
+    """Leave what `write` is to be told of the batch's requests; one program does."""
+    tokens = tl.zeros([1], dtype=tl.int64)
+    for first in range(0, batch.size, BLOCK):
+        r = first + tl.arange(0, BLOCK).to(tl.int64)
+        inside = r < batch.size
+        row, prefix_in, prefix, extend, live, _row_ok, _lens_ok = _requests(batch, tables, r, inside)
+        seeded = live & (prefix > 0)
+        # seeded: 0 < row < num_rows, 0 <= prefix - 1 < max_len
+        seed, _bad = look_up(tables, row, prefix - 1, seeded)
+        owner = row
+        if owners_ptr is not None:
+            owner = tl.load(owners_ptr + r, mask=inside, other=0)
+        # size <= capacity of the write plan, checked on the host; its offsets have one element more
+        tl.store(plan.offsets + r + 1, tokens + tl.cumsum(extend, axis=0), mask=inside)
+        tokens += tl.sum(extend, axis=0)
+        tl.store(plan.rows + r, tl.where(live, row, 0), mask=inside)
+        tl.store(plan.owners + r, owner, mask=inside)
+        tl.store(plan.prefix_lens + r, prefix_in, mask=inside)
+        tl.store(plan.seed_slots + r, tl.where(seeded, seed, _HEAD_OF_CHAIN), mask=inside)
+    tl.store(plan.offsets, 0)
+    tl.store(plan.num_requests, batch.size)
+
+
+@triton.jit
+def lay_out_alone(
+    # inputs
+    batch,
     tables,
     capacity,
     # outputs
     entry_offsets_ptr,
     longest_stride_ptr,
-    out_rows_ptr,
-    out_owners_ptr,
-    out_offsets_ptr,
-    out_prefix_lens_ptr,
-    out_seed_slots_ptr,
-    num_requests_ptr,
     num_valid_ptr,
     num_requested_ptr,
     status_ptr,
@@ -250,24 +286,17 @@ def lay_out_alone(
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """`lay_out` as a launch of its own, of two programs, before those that find the entries."""
+    """`lay_out` as a launch of its own, of one program, before those that find the entries."""
     begin(OVERLAPS)
     lay_out(
         # inputs
         batch,
-        owners_ptr,
         tables,
         capacity,
-        tl.program_id(0) == 1,
+        True,
         # outputs
         entry_offsets_ptr,
         longest_stride_ptr,
-        out_rows_ptr,
-        out_owners_ptr,
-        out_offsets_ptr,
-        out_prefix_lens_ptr,
-        out_seed_slots_ptr,
-        num_requests_ptr,
         num_valid_ptr,
         num_requested_ptr,
         status_ptr,
@@ -278,8 +307,8 @@ def lay_out_alone(
 
 @triton.jit
 def find_entries(batch, tables, tokens, entry_offsets_ptr, longest_stride_ptr, first, n, BLOCK: tl.constexpr):
-    """Request, row, slot, previous slot, position and expected token of the entries from `first` on, of n in all, and
-    where the LUT was too short.
+    """Request, row, slot, previous slot, position and expected token of the entries from `first` on, of n in all, which
+    of them do not follow the entry before, and where the LUT was too short.
 
     All int64 [BLOCK]; entry_offsets, and longest_stride where it is given, are what `lay_out` left. What is past the
     last entry is anything.
@@ -294,6 +323,7 @@ def find_entries(batch, tables, tokens, entry_offsets_ptr, longest_stride_ptr, f
     k = entry - tl.load(entry_offsets_ptr + r, mask=valid, other=0)
     start = _first_position(tables, prefix, extend)
     position = start + k
+    begins = k == 0
     if batch.strides is not None:
         stride = tl.load(batch.strides + r, mask=valid, other=1)
         longest = tl.max(stride, axis=0) if longest_stride_ptr is None else tl.load(longest_stride_ptr)
@@ -302,8 +332,12 @@ def find_entries(batch, tables, tokens, entry_offsets_ptr, longest_stride_ptr, f
             kept_first, kept, front, back, _alone = _kept_blocks(start, prefix, stride, tl.load(batch.step))
             nth = k + front
             in_blocks = (kept_first + nth // _STRIDE_BLOCK * stride) * _STRIDE_BLOCK + nth % _STRIDE_BLOCK
-            strided = tl.where(nth < kept * _STRIDE_BLOCK - back, in_blocks, prefix - 1)
-            position = tl.where(stride > 1, strided, position)
+            in_block = nth < kept * _STRIDE_BLOCK - back
+            position = tl.where(stride > 1, tl.where(in_block, in_blocks, prefix - 1), position)
+            # The last position alone may follow the last kept block.
+            next_block = kept_first + (kept - 1) * stride + 1
+            apart = tl.where(in_block, nth % _STRIDE_BLOCK == 0, position != next_block * _STRIDE_BLOCK)
+            begins = begins | ((stride > 1) & apart)
 
     # valid: 0 <= start <= position < prefix <= max_len
     slot, lut_bad = look_up(tables, row, position, valid)
@@ -311,7 +345,7 @@ def find_entries(batch, tables, tokens, entry_offsets_ptr, longest_stride_ptr, f
     previous, _ = look_up(tables, row, position - 1, has_previous)
     previous = tl.where(position == start, _UNCHECKED, previous)
     previous = tl.where(position == 0, _HEAD_OF_CHAIN, previous)
-    return r, row, slot, previous, position, expected_token(tokens, r, row, position, valid), lut_bad
+    return r, row, slot, previous, position, expected_token(tokens, r, row, position, valid), begins, lut_bad
 
 
 @triton.jit

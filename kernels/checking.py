@@ -47,9 +47,9 @@ def sources_of(endpoint: Endpoint) -> tuple[Source | None, Source | None]:
     return source_of(endpoint.k_source, max_words=words), source_of(endpoint.v_source, max_words=words)
 
 
-def tile_options(endpoint: Endpoint) -> dict[str, int]:
+def tile_options(endpoint: Endpoint, entries: int = BLOCK_ENTRIES) -> dict[str, int]:
     """Return the options of a launch whose kernel checks entries: entries of a tile, warps and registers."""
-    options = {"BLOCK": BLOCK_ENTRIES, "num_warps": BLOCK_ENTRIES // 32}
+    options = {"BLOCK": entries, "num_warps": entries // 32}
     return {**options, "maxnreg": WIDE_REGISTERS} if _wide(endpoint) else options
 
 
@@ -58,13 +58,43 @@ def _wide(endpoint: Endpoint) -> bool:
 
 
 @triton.jit
+def of_run(words, begins, BLOCK: tl.constexpr):
+    """What the run that each entry of a tile stands in has where it begins; the tile's first entry begins one."""
+    begin = tl.associative_scan(tl.where(begins, tl.arange(0, BLOCK), 0), 0, _later)
+    return tl.gather(words, begin, 0)
+
+
+@triton.jit
+def _later(left, right):
+    return tl.maximum(left, right)
+
+
+@triton.jit
+def begin_check(slot, position, live, records, k_source, v_source):
+    """Send for the records and the bytes of a tile's entries, int64 [BLOCK], of any value, without waiting for any.
+
+    Those of the bytes go by the position that the record should have.
+    """
+    # 0 < slot < num_slots where readable
+    in_range = (slot < records.num_slots) & in_source(k_source, slot) & in_source(v_source, slot)
+    readable = live & (slot > 0) & in_range
+    k_begun = begin_fingerprint(k_source, slot, position, readable)
+    v_begun = begin_fingerprint(v_source, slot, position, readable)
+    ident, chain, kv, writer = load_record(records, slot, readable)
+    return readable, k_begun, v_begun, ident, chain, kv, writer
+
+
+@triton.jit
 def check_entries(
+    # what `begin_check` returned
+    begun,
     # the entries of a tile
     slot,
     previous,
     position,
     token,
     row,
+    begins,
     live,
     # inputs
     records,
@@ -82,15 +112,12 @@ def check_entries(
 ):
     """Report what is wrong with each live entry of a tile; entries are int64 [BLOCK], of any value.
 
-    Every load that can be is under way before the first is waited for: those of the bytes go by the position that the
-    record should have. Where it has another, there is something to report, and the bytes are read again.
+    Every load that can be is under way before the first is waited for. Where a record has another position than it
+    should, there is something to report, and the bytes are read again.
+
+    begins: where runs begin, and rows are given for these entries alone, as are heads of chains; or None.
     """
-    # 0 < slot < num_slots where readable
-    in_range = (slot < records.num_slots) & in_source(k_source, slot) & in_source(v_source, slot)
-    readable = live & (slot > 0) & in_range
-    k_begun = begin_fingerprint(k_source, slot, position, readable)
-    v_begun = begin_fingerprint(v_source, slot, position, readable)
-    ident, chain, kv, writer = load_record(records, slot, readable)
+    readable, k_begun, v_begun, ident, chain, kv, writer = begun
     # The predecessor's record. Most predecessors are what the lane before reads; the others are read here.
     lane = tl.arange(0, BLOCK)
     before = tl.maximum(lane - 1, 0)
@@ -133,6 +160,8 @@ def check_entries(
         wrong = wrong | ((as_u64(kv) >> 32) != v_print)
     wrong = wrong & live
     if tl.sum(wrong.to(tl.int32), axis=0) > 0:
+        if begins is not None:
+            row = of_run(row, begins, BLOCK)
         out_of_range = live & (slot != 0) & (readable == 0)
         reasons = tl.where(live & (slot == 0), _UNMAPPED, 0) + tl.where(out_of_range, _SLOT_RANGE, 0)
         reasons += tl.where(readable & (present == 0), _NEVER_WRITTEN, 0)

@@ -50,16 +50,16 @@ def overlapping(device: torch.device) -> dict[str, Any]:
 
 
 @functools.cache
-def max_programs(device: torch.device) -> int:
-    """Return how many programs a persistent grid has at most on `device`."""
+def max_programs(device: torch.device, per_sm: int = PROGRAMS_PER_SM) -> int:
+    """Return how many programs a persistent grid has at most on `device`, with so many per multiprocessor."""
     if device.type != "cuda":
         return INTERPRETER_PROGRAMS
-    return torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_SM
+    return torch.cuda.get_device_properties(device).multi_processor_count * per_sm
 
 
-def persistent_grid(num_tiles: int, device: torch.device) -> tuple[int]:
+def persistent_grid(num_tiles: int, device: torch.device, per_sm: int = PROGRAMS_PER_SM) -> tuple[int]:
     """Return the grid of a kernel that loops over up to `num_tiles` tiles."""
-    return (max(1, min(num_tiles, max_programs(device))),)
+    return (max(1, min(num_tiles, max_programs(device, per_sm))),)
 
 
 def few_entries(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""plan: the Triton kernels. One program lays out the requests, then many fill the entries."""
+"""plan: the Triton kernels. One program lays out the requests; then many fill the entries, and one plans the writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ import triton
 import triton.language as tl
 
 from kv_canary.constants import Status
-from kv_canary.kernels.batches import batch_of, find_entries, lay_out_alone, layout_options, tables_of, tokens_of
+from kv_canary.kernels.batches import (
+    BLOCK_REQUESTS,
+    batch_of,
+    find_entries,
+    lay_out_alone,
+    layout_options,
+    plan_of,
+    plan_write,
+    tables_of,
+    tokens_of,
+)
 from kv_canary.kernels.launching import begin, overlapping, persistent_grid
 from kv_canary.specs.structures import VerifyPlan, WritePlan
 
@@ -20,11 +30,13 @@ _LUT_RANGE = tl.constexpr(int(Status.LUT_RANGE))
 def _fill_entries(
     # inputs
     batch,
+    owners_ptr,
     tables,
     tokens,
     entry_offsets_ptr,
     num_valid_ptr,
     # outputs
+    plan,
     slots_ptr,
     prev_slots_ptr,
     positions_ptr,
@@ -32,26 +44,39 @@ def _fill_entries(
     rows_ptr,
     status_ptr,
     # constants
+    BLOCK_REQUESTS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     begin(OVERLAPS)
-    n = tl.load(num_valid_ptr).to(tl.int64)
     pid = tl.program_id(0).to(tl.int64)
-    for first in range(pid * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
-        entry = first + tl.arange(0, BLOCK)
-        valid = entry < n
-        _, row, slot, previous, position, token, lut_bad = find_entries(
-            batch, tables, tokens, entry_offsets_ptr, None, first, n, BLOCK
+    if pid == 0:
+        plan_write(
+            # inputs
+            batch,
+            owners_ptr,
+            tables,
+            # outputs
+            plan,
+            # constants
+            BLOCK_REQUESTS,
         )
-        # entry < n <= capacity of the verify plan
-        tl.store(slots_ptr + entry, slot, mask=valid)
-        tl.store(prev_slots_ptr + entry, previous, mask=valid)
-        tl.store(positions_ptr + entry, position, mask=valid)
-        tl.store(tokens_ptr + entry, token, mask=valid)
-        tl.store(rows_ptr + entry, row.to(tl.int32), mask=valid)
-        if tl.sum(lut_bad.to(tl.int32), axis=0) > 0:
-            tl.atomic_or(status_ptr, _LUT_RANGE)
+    else:
+        n = tl.load(num_valid_ptr).to(tl.int64)
+        for first in range((pid - 1) * BLOCK, n, (tl.num_programs(0).to(tl.int64) - 1) * BLOCK):
+            entry = first + tl.arange(0, BLOCK)
+            valid = entry < n
+            _, row, slot, previous, position, token, _begins, lut_bad = find_entries(
+                batch, tables, tokens, entry_offsets_ptr, None, first, n, BLOCK
+            )
+            # entry < n <= capacity of the verify plan
+            tl.store(slots_ptr + entry, slot, mask=valid)
+            tl.store(prev_slots_ptr + entry, previous, mask=valid)
+            tl.store(positions_ptr + entry, position, mask=valid)
+            tl.store(tokens_ptr + entry, token, mask=valid)
+            tl.store(rows_ptr + entry, row.to(tl.int32), mask=valid)
+            if tl.sum(lut_bad.to(tl.int32), axis=0) > 0:
+                tl.atomic_or(status_ptr, _LUT_RANGE)
 
 
 def plan(
@@ -78,38 +103,31 @@ def plan(
     capacity = verify_plan.slots.shape[0]
     batch = batch_of(rows, prefix_lens, extend_lens, strides, step)
     tables = tables_of(req_to_token, lut, window, after_write=after_write)
-    lay_out_alone[(2,)](
+    lay_out_alone[(1,)](
         # inputs
         batch,
-        owners,
         tables,
         capacity,
         # outputs
         entry_offsets,
         None,
-        write_plan.rows,
-        write_plan.owners,
-        write_plan.offsets,
-        write_plan.prefix_lens,
-        write_plan.seed_slots,
-        write_plan.num_requests,
         verify_plan.num_valid,
         verify_plan.num_requested,
         status,
         # constants
         **layout_options(batch.size, rows.device),
     )
-    if batch.size == 0 or capacity == 0:
-        return
-    grid = persistent_grid(triton.cdiv(capacity, BLOCK_ENTRIES), rows.device)
-    _fill_entries[grid](
+    (programs,) = persistent_grid(triton.cdiv(capacity, BLOCK_ENTRIES), rows.device)
+    _fill_entries[(1 + programs,)](
         # inputs
         batch,
+        owners,
         tables,
         tokens_of(expected_tokens, expected_lens, token_offset),
         entry_offsets,
         verify_plan.num_valid,
         # outputs
+        plan_of(write_plan),
         verify_plan.slots,
         verify_plan.prev_slots,
         verify_plan.positions,
@@ -117,6 +135,7 @@ def plan(
         verify_plan.rows,
         status,
         # constants
+        BLOCK_REQUESTS=BLOCK_REQUESTS,
         BLOCK=BLOCK_ENTRIES,
         **overlapping(rows.device),
     )

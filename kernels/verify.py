@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_canary.kernels.checking import check_entries, sources_of, tile_options
+from kv_canary.kernels.checking import begin_check, check_entries, sources_of, tile_options
 from kv_canary.kernels.launching import begin, overlapping, persistent_grid
 from kv_canary.kernels.records import records_of
 from kv_canary.kernels.reporting import log_of
@@ -49,12 +49,16 @@ def _verify(
         entry = first + tl.arange(0, BLOCK)
         live = entry < n
         # entry < n <= capacity
+        slot = tl.load(slots_ptr + entry, mask=live, other=0)
+        position = tl.load(positions_ptr + entry, mask=live, other=0)
         check_entries(
-            tl.load(slots_ptr + entry, mask=live, other=0),
+            begin_check(slot, position, live, records, k_source, v_source),
+            slot,
             tl.load(prev_slots_ptr + entry, mask=live, other=0),
-            tl.load(positions_ptr + entry, mask=live, other=0),
+            position,
             tl.load(tokens_ptr + entry, mask=live, other=-1),
             tl.load(rows_ptr + entry, mask=live, other=0).to(tl.int64),
+            None,
             live,
             # inputs
             records,

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_canary.constants import RESOLVED_WORDS, Status
+from kv_canary.constants import RUN_ENTRIES, Status
 from kv_canary.kernels.batches import (
     BLOCK_REQUESTS,
     batch_of,
@@ -18,17 +18,19 @@ from kv_canary.kernels.batches import (
     lay_out,
     lay_out_alone,
     layout_options,
+    plan_of,
+    plan_write,
     tables_of,
     tokens_of,
 )
-from kv_canary.kernels.checking import check_entries, sources_of, tile_options
+from kv_canary.kernels.checking import begin_check, check_entries, sources_of, tile_options
 from kv_canary.kernels.launching import begin, few_entries, overlapping, persistent_grid
 from kv_canary.kernels.records import records_of
 from kv_canary.kernels.reporting import log_of
 from kv_canary.specs.structures import Endpoint, ResolvedSlots, ViolationLog, WritePlan
 
 _LUT_RANGE = tl.constexpr(int(Status.LUT_RANGE))
-_WORDS = tl.constexpr(RESOLVED_WORDS)
+_RUN_ENTRIES = tl.constexpr(RUN_ENTRIES)
 _INT32_MAX = tl.constexpr((1 << 31) - 1)
 
 
@@ -55,16 +57,12 @@ def _verify_prefixes(
     # outputs
     entry_offsets_ptr,
     longest_stride_ptr,
-    out_rows_ptr,
-    out_owners_ptr,
-    out_offsets_ptr,
-    out_prefix_lens_ptr,
-    out_seed_slots_ptr,
-    num_requests_ptr,
     num_valid_ptr,
     num_requested_ptr,
-    entries_ptr,
     status_ptr,
+    plan,
+    entries_ptr,
+    runs_ptr,
     log,
     counters_ptr,
     # constants
@@ -81,20 +79,12 @@ def _verify_prefixes(
         n = lay_out(
             # inputs
             batch,
-            owners_ptr,
             tables,
             capacity,
-            # The last program, which has no entries of its own where there are as many as tiles.
-            pid == tl.num_programs(0) - 1,
+            pid == 0,
             # outputs
             entry_offsets_ptr,
             longest_stride_ptr,
-            out_rows_ptr,
-            out_owners_ptr,
-            out_offsets_ptr,
-            out_prefix_lens_ptr,
-            out_seed_slots_ptr,
-            num_requests_ptr,
             num_valid_ptr,
             num_requested_ptr,
             status_ptr,
@@ -105,46 +95,60 @@ def _verify_prefixes(
         tl.debug_barrier()
     else:
         n = tl.load(num_valid_ptr).to(tl.int64)
-    step = tl.load(step_ptr)
     if pid == 0:
         tl.atomic_add(counters_ptr + TAG * 2, 1)
         tl.atomic_add(counters_ptr + TAG * 2 + 1, n)
-    for first in range(pid * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
-        entry = first + tl.arange(0, BLOCK)
-        live = entry < n
-        r, row, slot, previous, position, token, lut_bad = find_entries(
-            batch, tables, tokens, entry_offsets_ptr, longest_stride_ptr, first, n, BLOCK
-        )
-        if tables.lut is not None and tl.sum(lut_bad.to(tl.int32), axis=0) > 0:
-            tl.atomic_or(status_ptr, _LUT_RANGE)
-        # In the order of the words: slot, previous, position, request.
-        even = tl.join(_fit(slot), _fit(position))
-        words = tl.join(even, tl.join(_fit(previous), r.to(tl.int32)))
-        where = entry[:, None, None] * _WORDS + tl.arange(0, 2)[None, :, None] * 2 + tl.arange(0, 2)[None, None, :]
-        # entry < n <= capacity of the resolved slots
-        tl.store(entries_ptr + where, words, mask=live[:, None, None])
-        check_entries(
-            slot,
-            previous,
-            position,
-            token,
-            # As a plan holds it.
-            row.to(tl.int32).to(tl.int64),
-            live,
+        plan_write(
             # inputs
-            records,
-            k_source,
-            v_source,
-            anchors_ptr,
-            num_anchors,
-            step,
+            batch,
+            owners_ptr,
+            tables,
             # outputs
-            log,
+            plan,
             # constants
-            TAG,
-            TRACK_LIFETIME,
-            BLOCK,
+            BLOCK_REQUESTS,
         )
+    else:
+        step = tl.load(step_ptr)
+        for first in range((pid - 1) * BLOCK, n, (tl.num_programs(0).to(tl.int64) - 1) * BLOCK):
+            entry = first + tl.arange(0, BLOCK)
+            live = entry < n
+            r, row, slot, previous, position, token, begins, lut_bad = find_entries(
+                batch, tables, tokens, entry_offsets_ptr, longest_stride_ptr, first, n, BLOCK
+            )
+            if tables.lut is not None and tl.sum(lut_bad.to(tl.int32), axis=0) > 0:
+                tl.atomic_or(status_ptr, _LUT_RANGE)
+            begun = begin_check(slot, position, live, records, k_source, v_source)
+            begins = begins | (entry % _RUN_ENTRIES == 0)
+            at = entry[:, None] * 2 + tl.arange(0, 2)[None, :]
+            words = tl.join(_fit(slot), tl.where(begins, -1 - _fit(position), _fit(position)))
+            # entry < n <= capacity of the resolved slots
+            tl.store(entries_ptr + at, words, mask=live[:, None])
+            tl.store(runs_ptr + at, tl.join(_fit(previous), r.to(tl.int32)), mask=(live & begins)[:, None])
+            check_entries(
+                begun,
+                slot,
+                previous,
+                position,
+                token,
+                # As a plan holds it.
+                row.to(tl.int32).to(tl.int64),
+                None,
+                live,
+                # inputs
+                records,
+                k_source,
+                v_source,
+                anchors_ptr,
+                num_anchors,
+                step,
+                # outputs
+                log,
+                # constants
+                TAG,
+                TRACK_LIFETIME,
+                BLOCK,
+            )
 
 
 def verify_prefixes(
@@ -177,25 +181,14 @@ def verify_prefixes(
     tile = tile_options(endpoint)
     batch = batch_of(rows, prefix_lens, extend_lens, strides, step)
     tables = tables_of(req_to_token, lut, window)
-    plan_arguments = (
-        entry_offsets,
-        longest_stride,
-        write_plan.rows,
-        write_plan.owners,
-        write_plan.offsets,
-        write_plan.prefix_lens,
-        write_plan.seed_slots,
-        write_plan.num_requests,
-        resolved.num_valid,
-        resolved.num_requested,
-    )
+    layout = (entry_offsets, longest_stride, resolved.num_valid, resolved.num_requested, status)
     # The status has one writer then: with a LUT, all programs may add to it.
     lays_out = capacity <= few_entries(rows.device) and batch.size <= BLOCK_REQUESTS and lut is None
     if not lays_out:
         options = layout_options(batch.size, rows.device)
-        lay_out_alone[(2,)](batch, owners, tables, capacity, *plan_arguments, status, **options)
+        lay_out_alone[(1,)](batch, tables, capacity, *layout, **options)
     (programs,) = persistent_grid(triton.cdiv(capacity, tile["BLOCK"]), rows.device)
-    _verify_prefixes[(programs + lays_out,)](
+    _verify_prefixes[(1 + programs,)](
         # inputs
         batch,
         owners,
@@ -208,9 +201,10 @@ def verify_prefixes(
         0 if anchors is None else anchors.shape[0],
         step,
         # outputs
-        *plan_arguments,
+        *layout,
+        plan_of(write_plan),
         resolved.entries,
-        status,
+        resolved.runs,
         log_of(violations),
         counters,
         # constants

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kv_canary.constants import CHAIN_MULTIPLIER, OWNER_MASK, Reason
+from kv_canary.kernels.batches import plan_of
 from kv_canary.kernels.hashing import as_i64, as_u64, chain_inverse, chain_scale, identity, mix, writer_word
 from kv_canary.kernels.launching import begin, one_program_lanes, overlapping, persistent_grid
 from kv_canary.kernels.records import load_record, record_address, records_of, store_record
@@ -45,18 +46,6 @@ _SLOT_RANGE = tl.constexpr(int(Reason.SLOT_RANGE))
 _OVERWRITE = tl.constexpr(int(Reason.OVERWRITE))
 _M = tl.constexpr(CHAIN_MULTIPLIER)
 _PREFIX = tl.constexpr(int(Reason.PREFIX))
-
-
-class Plan(NamedTuple):
-    """What a kernel is told of a `WritePlan`."""
-
-    rows: Any
-    owners: Any
-    offsets: Any
-    prefix_lens: Any
-    seed_slots: Any
-    num_requests: Any
-    capacity: Any
 
 
 class Inputs(NamedTuple):
@@ -504,15 +493,7 @@ def write(
 ) -> None:
     """Record the new tokens in the slots that the forward wrote them to; see specs/write.py."""
     capacity, num_tokens = write_plan.rows.shape[0], input_ids.shape[0]
-    plan = Plan(
-        rows=write_plan.rows,
-        owners=write_plan.owners,
-        offsets=write_plan.offsets,
-        prefix_lens=write_plan.prefix_lens,
-        seed_slots=write_plan.seed_slots,
-        num_requests=write_plan.num_requests,
-        capacity=capacity,
-    )
+    plan = plan_of(write_plan)
     inputs = Inputs(
         tokens=input_ids,
         positions=positions,

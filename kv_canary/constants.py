@@ -19,7 +19,8 @@ RECORD_WORDS = 4
 KV_WORD = 2
 WRITER_WORD = 3
 VIOLATION_WORDS = 16
-RESOLVED_WORDS = 4
+RESOLVED_WORDS = 2
+RUN_WORDS = 2
 
 # The WRITER word of a record: bit 63 retired, then 39 bits of step, then 24 bits of owner.
 OWNER_BITS = 24
@@ -32,6 +33,9 @@ RETIRED_BIT = 63
 HEAD_OF_CHAIN = -1
 UNCHECKED = -2
 BAD_SLOT = -3
+
+# Resolved slots begin a run at every so many entries, and wherever else one begins.
+RUN_ENTRIES = 64
 
 # A strided plan keeps or skips whole blocks of this many positions.
 STRIDE_BLOCK = 16

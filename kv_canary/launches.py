@@ -201,7 +201,7 @@ class GroupLaunches:
             )
         if self._resolved is None:
             raise RuntimeError(f"kv-canary: group {self.group.name}: HEAD must have run, got none yet")
-        slots, _, positions, requests = self._resolved.entries[part].long().unbind(1)
+        slots, _, positions, requests = self._resolved.unfold(first, end)
         rows = self.write_plan.rows[requests.clamp(0, len(self.write_plan.rows) - 1)]
         valid = _valid(first, slots, self._resolved.num_valid)
         return VerifiedEntries(slots=slots, positions=positions, rows=rows, valid=valid)

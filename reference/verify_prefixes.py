@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kv_canary.constants import RUN_ENTRIES
 from kv_canary.reference.plan import cached_entries, plan
 from kv_canary.reference.verify import verify
 from kv_canary.specs.structures import Endpoint, ResolvedSlots, VerifyPlan, ViolationLog, WritePlan
@@ -77,7 +78,12 @@ def verify_prefixes(
         strides=strides,
         step=step,
     )
-    entries = [verify_plan.slots[:n], verify_plan.prev_slots[:n], verify_plan.positions[:n], request[:n]]
-    resolved.entries[:n] = torch.stack(entries, dim=1).clamp(max=INT32_MAX).to(torch.int32)
+    request, position = request[:n], verify_plan.positions[:n].clamp(max=INT32_MAX)
+    follows = (request == request.roll(1)) & (verify_plan.positions[:n] == verify_plan.positions[:n].roll(1) + 1)
+    begins = ~follows | (torch.arange(n, device=rows.device) % RUN_ENTRIES == 0)
+    entries = verify_plan.slots[:n].clamp(max=INT32_MAX), torch.where(begins, ~position, position)
+    runs = verify_plan.prev_slots[:n].clamp(max=INT32_MAX), request
+    resolved.entries[:n] = torch.stack(entries, dim=1).to(torch.int32)
+    resolved.runs[:n][begins] = torch.stack(runs, dim=1).to(torch.int32)[begins]
     resolved.num_valid.copy_(verify_plan.num_valid)
     resolved.num_requested.copy_(verify_plan.num_requested)

@@ -24,7 +24,7 @@ def verify_resolved(
     counters: torch.Tensor,
 ) -> None:
     """Check again the slots that a forward's prefixes were found in; see specs/verify_resolved.py."""
-    slots, previous, positions, request = resolved.entries.to(torch.int64).unbind(dim=1)
+    slots, previous, positions, request = resolved.unfold()
     known = (request >= 0) & (request < len(rows))
     row, tokens = torch.zeros_like(slots), torch.full_like(slots, -1)
     row[known] = rows[request[known]]

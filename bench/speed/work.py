@@ -20,7 +20,7 @@ RECORD = 32
 INPUT = 24
 # Of one entry of an explicit plan: slot, predecessor, position, token, row. Of one that HEAD leaves for TAIL.
 PLANNED = 36
-RESOLVED = 16
+RESOLVED = 8
 TABLE = 4
 
 
@@ -339,8 +339,7 @@ def _entries_at_most(state: State) -> int:
 
 
 def _entries_of(resolved: kc.ResolvedSlots) -> Entries:
-    words = resolved.entries[: int(resolved.num_valid)].to(torch.int64)
-    slots, previous, positions, requests = words.unbind(dim=1)
+    slots, previous, positions, requests = resolved.unfold(0, int(resolved.num_valid))
     apart = previous > 0
     apart[1:] &= previous[1:] != slots[:-1]
     return Entries(

@@ -228,8 +228,8 @@ PLANTED_BUGS = (
         file="kernels/verify_prefixes.py",
         changes=(
             (
-                "where = entry[:, None, None] * _WORDS +",
-                "where = (entry - first + pid * BLOCK)[:, None, None] * _WORDS +",
+                "at = entry[:, None] * 2 +",
+                "at = (entry - first + (pid - 1) * BLOCK)[:, None] * 2 +",
             ),
         ),
         shows="verify_prefixes keeps a program's second tile of entries in place of its first",

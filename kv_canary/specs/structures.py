@@ -11,7 +11,16 @@ from typing import Any, Self
 
 import torch
 
-from kv_canary.constants import RECORD_WORDS, RESOLVED_WORDS, VIOLATION_WORDS, Tag
+from kv_canary.constants import (
+    HEAD_OF_CHAIN,
+    RECORD_WORDS,
+    RESOLVED_WORDS,
+    RUN_ENTRIES,
+    RUN_WORDS,
+    UNCHECKED,
+    VIOLATION_WORDS,
+    Tag,
+)
 from kv_canary.errors import must_be
 from kv_canary.specs.interface import TensorSpec, allocate_tensor
 
@@ -47,14 +56,40 @@ class VerifyPlan(_Allocates):
 class ResolvedSlots(_Allocates):
     """Where the cached positions of a batch were found; allocate with `entry_cap=`. The first `num_valid` count.
 
-    What of an entry does not fit 32 bits is held as the largest number that does.
+    Entries stand in runs: entries of one request at consecutive positions, in one block of RUN_ENTRIES. One that
+    begins a run says so by ~position, and `runs` holds the rest about it; the others have the request of the one before
+    and, as slot of the position before, its slot. What does not fit 32 bits is held as the largest number that does.
     """
 
     entries: torch.Tensor = _tensor(
-        torch.int32, "entry_cap", RESOLVED_WORDS, doc="slot, slot of the position before, position, request"
+        torch.int32, "entry_cap", RESOLVED_WORDS, doc="slot, position; ~position where a run begins"
+    )
+    runs: torch.Tensor = _tensor(
+        torch.int32, "entry_cap", RUN_WORDS, doc="where a run begins: slot of the position before, request"
     )
     num_valid: torch.Tensor = _tensor(torch.int32, 1, doc="entries written: min(num_requested, entry_cap)")
     num_requested: torch.Tensor = _tensor(torch.int64, 1, doc="entries the batch asked for")
+
+    def unfold(
+        self, first: int = 0, end: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return slot, slot of the position before, position and request of entries [first, end), all int64.
+
+        Whatever the words hold: the first entry of every block begins a run, also where it does not say so.
+        """
+        start = first - first % RUN_ENTRIES
+        entries, runs = self.entries[start:end].long(), self.runs[start:end].long()
+        slot, position = entries.unbind(dim=1)
+        at = torch.arange(len(entries), device=entries.device)
+        begins = (position < 0) | (at % RUN_ENTRIES == 0)
+        before = slot.roll(1)
+        # A slot code of another meaning, which no table gives.
+        before = torch.where(before == HEAD_OF_CHAIN, UNCHECKED, before)
+        previous = torch.where(begins, runs[:, 0], before)
+        request = runs[torch.where(begins, at, 0).cummax(dim=0).values, 1]
+        found = slot, previous, torch.where(position < 0, ~position, position), request
+        slot, previous, position, request = (words[first - start :] for words in found)
+        return slot, previous, position, request
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

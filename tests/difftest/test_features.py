@@ -197,7 +197,8 @@ def test_features_of_resolved_slots(entries: list[list[int]], gained: set[str]) 
     call = {name: value for name, value in verify_call(slots=[]).items() if name != "verify_plan"}
     call["rows"] = int64(1, 2)
     call["resolved"] = kc.ResolvedSlots(
-        entries=torch.tensor(entries, dtype=torch.int32),
+        entries=torch.tensor([[slot, ~position] for slot, _, position, _ in entries], dtype=torch.int32),
+        runs=torch.tensor([[previous, request] for _, previous, _, request in entries], dtype=torch.int32),
         num_valid=torch.tensor([len(entries)], dtype=torch.int32),
         num_requested=int64(len(entries)),
     )

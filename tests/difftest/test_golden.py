@@ -142,7 +142,10 @@ def test_a_prefix_found_behind_a_lut_and_checked_at_head_and_tail(backend: str, 
         counters=counters,
         backend=backend,
     )
-    assert resolved.entries.tolist() == [[4, -1, 0, 0], [2, 4, 1, 0], [3, 2, 2, 0], [0] * 4]
+    # One run: it begins at position 0, of the request 0.
+    assert resolved.entries.tolist() == [[4, ~0], [2, 1], [3, 2], [0, 0]]
+    assert resolved.runs.tolist() == [[-1, 0], [0, 0], [0, 0], [0, 0]]
+    assert [x.tolist() for x in resolved.unfold(1, 3)] == [[2, 3], [4, 2], [1, 2], [0, 0]]
     assert (resolved.num_valid.item(), resolved.num_requested.item(), status.item()) == (3, 3, 0)
     assert [plan.rows.tolist(), plan.offsets.tolist(), plan.seed_slots.tolist()] == [[2, 0], [0, 2, 3], [3, -1]]
     kc.ops.verify_resolved(

@@ -114,9 +114,10 @@ def test_planning_and_verifying_in_one_is_doing_both(backend: str, device: torch
         same(resolved.num_valid, plan.num_valid)
         same(resolved.num_requested, plan.num_requested)
         n = int(plan.num_valid)
-        wanted = torch.stack([plan.slots[:n], plan.prev_slots[:n], plan.positions[:n]], dim=1).clamp(max=INT32_MAX)
-        same(resolved.entries[:n, :3].to(torch.int64), wanted)
-        same(given["rows"][resolved.entries[:n, 3].long()].to(torch.int32), plan.rows[:n])
+        slots, previous, positions, requests = resolved.unfold(0, n)
+        for words, wanted in ((slots, plan.slots), (previous, plan.prev_slots), (positions, plan.positions)):
+            same(words, wanted[:n].clamp(max=INT32_MAX))
+        same(given["rows"][requests].to(torch.int32), plan.rows[:n])
 
         # TAIL: on the slots that were found, and on the plan once more.
         again = made.after("verify", {**named("verify", given), **fresh(given), "verify_plan": plan})
