@@ -183,15 +183,14 @@ def lay_out(
     """Find where each request's entries begin, and return how many there are, as far as they fit the capacity.
 
     Several programs may do it at once, for what they find is the same. One of them `leaves` how many there are, and the
-    status but for LUT_RANGE.
+    status but for what `plan_write` and the LUT add to it.
     """
-    status = tl.zeros([BLOCK], dtype=tl.int32)
     entries = tl.zeros([1], dtype=tl.int64)
     longest = tl.zeros([1], dtype=tl.int64)
     for first in range(0, batch.size, BLOCK):
         r = first + tl.arange(0, BLOCK).to(tl.int64)
         inside = r < batch.size
-        _row, _in, prefix, extend, _live, row_ok, lens_ok = _requests(batch, tables, r, inside)
+        _row, _in, prefix, extend, _live, _row_ok, _lens_ok = _requests(batch, tables, r, inside)
         start = _first_position(tables, prefix, extend)
         count = tl.maximum(prefix - start, 0)
         if batch.strides is not None:
@@ -204,8 +203,6 @@ def lay_out(
         # entry_offsets has size + 1 elements
         tl.store(entry_offsets_ptr + r + 1, entries + tl.cumsum(count, axis=0), mask=inside)
         entries += tl.sum(count, axis=0)
-        status |= tl.where(inside & (row_ok == 0), _ROW_RANGE, 0)
-        status |= tl.where(inside & (lens_ok == 0), _LENGTH_RANGE, 0)
     requested = tl.sum(entries, axis=0)
     tl.store(entry_offsets_ptr, 0)
     if longest_stride_ptr is not None:
@@ -213,9 +210,7 @@ def lay_out(
     if leaves:
         tl.store(num_requested_ptr, requested)
         tl.store(num_valid_ptr, tl.minimum(requested, capacity).to(tl.int32))
-        bits = tl.where(requested > capacity, _OVERFLOW, 0)
-        bits |= tl.max(status & _ROW_RANGE, axis=0) | tl.max(status & _LENGTH_RANGE, axis=0)
-        tl.store(status_ptr, bits)
+        tl.store(status_ptr, tl.where(requested > capacity, _OVERFLOW, 0))
     return tl.minimum(requested, capacity)
 
 
@@ -244,15 +239,19 @@ def plan_write(
     tables,
     # outputs
     plan,
+    status_ptr,
     # constants
     BLOCK: tl.constexpr,
 ):
-    """Leave what `write` is to be told of the batch's requests; one program does."""
+    """Leave what `write` is to be told of the batch's requests, and add to the status what is wrong with these.
+
+    One program does, once the status is what `lay_out` leaves.
+    """
     tokens = tl.zeros([1], dtype=tl.int64)
     for first in range(0, batch.size, BLOCK):
         r = first + tl.arange(0, BLOCK).to(tl.int64)
         inside = r < batch.size
-        row, prefix_in, prefix, extend, live, _row_ok, _lens_ok = _requests(batch, tables, r, inside)
+        row, prefix_in, prefix, extend, live, row_ok, lens_ok = _requests(batch, tables, r, inside)
         seeded = live & (prefix > 0)
         # seeded: 0 < row < num_rows, 0 <= prefix - 1 < max_len
         seed, _bad = look_up(tables, row, prefix - 1, seeded)
@@ -266,6 +265,10 @@ def plan_write(
         tl.store(plan.owners + r, owner, mask=inside)
         tl.store(plan.prefix_lens + r, prefix_in, mask=inside)
         tl.store(plan.seed_slots + r, tl.where(seeded, seed, _HEAD_OF_CHAIN), mask=inside)
+        bad_row, bad_length = inside & (row_ok == 0), inside & (lens_ok == 0)
+        if tl.sum((bad_row | bad_length).to(tl.int32), axis=0) > 0:
+            bits = tl.max(tl.where(bad_row, _ROW_RANGE, 0), axis=0)
+            tl.atomic_or(status_ptr, bits | tl.max(tl.where(bad_length, _LENGTH_RANGE, 0), axis=0))
     tl.store(plan.offsets, 0)
     tl.store(plan.num_requests, batch.size)
 

@@ -8,7 +8,6 @@ import triton.language as tl
 
 from kv_canary.constants import Status
 from kv_canary.kernels.batches import (
-    BLOCK_REQUESTS,
     batch_of,
     find_entries,
     lay_out_alone,
@@ -44,7 +43,6 @@ def _fill_entries(
     rows_ptr,
     status_ptr,
     # constants
-    BLOCK_REQUESTS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -58,8 +56,9 @@ def _fill_entries(
             tables,
             # outputs
             plan,
+            status_ptr,
             # constants
-            BLOCK_REQUESTS,
+            BLOCK,
         )
     else:
         n = tl.load(num_valid_ptr).to(tl.int64)
@@ -135,7 +134,6 @@ def plan(
         verify_plan.rows,
         status,
         # constants
-        BLOCK_REQUESTS=BLOCK_REQUESTS,
         BLOCK=BLOCK_ENTRIES,
         **overlapping(rows.device),
     )

@@ -105,8 +105,9 @@ def _verify_prefixes(
             tables,
             # outputs
             plan,
+            status_ptr,
             # constants
-            BLOCK_REQUESTS,
+            BLOCK,
         )
     else:
         step = tl.load(step_ptr)

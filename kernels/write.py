@@ -130,6 +130,14 @@ def _report_seeds(plan, inputs, log, first, row, seeds, TAG: tl.constexpr, REQUE
 
 
 @triton.jit
+def _load_inputs(inputs, j, valid):
+    """Slot, position and token of each valid j of the flat inputs, 0 <= j < size."""
+    slot = tl.load(inputs.slots + j, mask=valid, other=0)
+    position = tl.load(inputs.positions + j, mask=valid, other=0)
+    return slot, position, tl.load(inputs.tokens + j, mask=valid, other=0)
+
+
+@triton.jit
 def _read_tile(
     # inputs
     plan,
@@ -143,6 +151,7 @@ def _read_tile(
     total,
     entry,
     carry,
+    early,
     # constants
     TRACK_LIFETIME: tl.constexpr,
     REQUESTS: tl.constexpr,
@@ -152,7 +161,8 @@ def _read_tile(
 ):
     """Of tokens [entry, entry + TILE) of requests laid out from `first` on: what is wrong, and what is to be stored.
 
-    carry: the chain before the tile, which counts where its first token is not the first of its request.
+    carry: the chain before the tile, which counts where its first token is not the first of its request; or None.
+    early: the flat inputs from `entry` on, which in most decode batches are the tile's tokens; or None.
     """
     lane = tl.arange(0, TILE)
     live = entry + lane < total
@@ -174,9 +184,15 @@ def _read_tile(
     j = tl.gather(token - starts, at, 0) + entry + lane
     r = first + at
     # live: 0 <= j < size, r < n <= capacity, 0 < row < num_rows
-    slot = tl.load(inputs.slots + j, mask=live, other=0)
-    position = tl.load(inputs.positions + j, mask=live, other=0)
-    input_id = tl.load(inputs.tokens + j, mask=live, other=0)
+    if early is None:
+        slot, position, input_id = _load_inputs(inputs, j, live)
+    else:
+        slot, position, input_id = early
+        elsewhere = live & (j != entry + lane)
+        other_slot, other_position, other_id = _load_inputs(inputs, j, elsewhere)
+        slot = tl.where(elsewhere, other_slot, slot)
+        position = tl.where(elsewhere, other_position, position)
+        input_id = tl.where(elsewhere, other_id, input_id)
     row = tl.load(plan.rows + r, mask=live, other=0)
     owner = tl.load(plan.owners + r, mask=live, other=0)
     expected_position = tl.load(plan.prefix_lens + r, mask=live, other=0) + j
@@ -194,8 +210,9 @@ def _read_tile(
         old_ident, old_chain, old_kv, old_writer = load_record(records, slot, stored)
     kv = end_fingerprint(k_source, k_begun, stored) | (end_fingerprint(v_source, v_begun, stored) << 32)
 
-    spilled = tl.max(tl.where(starts <= entry, starts, 0), axis=0) < entry
-    tail = tl.where(spilled & (begin == 0), carry, tail)
+    if carry is not None:
+        spilled = tl.max(tl.where(starts <= entry, starts, 0), axis=0) < entry
+        tail = tl.where(spilled & (begin == 0), carry, tail)
     inverse = chain_inverse(lane, TILE_BITS)
     terms = tl.where(live, mix(ident) * inverse, 0)
     sums = tl.cumsum(terms, axis=0)
@@ -292,6 +309,7 @@ def _write_at_once(
 ):
     """One program, for at most REQUESTS requests, which has read every seed before it stores."""
     begin(OVERLAPS)
+    early = _load_inputs(inputs, tl.arange(0, TILE), tl.arange(0, TILE) < inputs.size)
     n = tl.minimum(tl.maximum(tl.load(plan.num_requests), 0).to(tl.int64), plan.capacity)
     zero = n - n
     tl.atomic_add(counters_ptr + TAG * 2, 1)
@@ -308,7 +326,8 @@ def _write_at_once(
         starts,
         total,
         zero,
-        as_u64(zero),
+        None,
+        early,
         TRACK_LIFETIME,
         REQUESTS,
         REQUEST_BITS,
@@ -318,28 +337,31 @@ def _write_at_once(
     # Only now, so that seeds are read beside the first tile.
     _report_seeds(plan, inputs, log, zero, row, seeds, TAG, REQUESTS)
     _store_tile(plan, inputs, tile, records, log, counters_ptr, TAG, TILE)
-    carry = _last_chain(tile, TILE)
-    for entry in range(TILE, total, TILE):
-        next_tile = _read_tile(
-            plan,
-            inputs,
-            k_source,
-            v_source,
-            records,
-            zero,
-            token,
-            starts,
-            total,
-            entry,
-            carry,
-            TRACK_LIFETIME,
-            REQUESTS,
-            REQUEST_BITS,
-            TILE,
-            TILE_BITS,
-        )
-        _store_tile(plan, inputs, next_tile, records, log, counters_ptr, TAG, TILE)
-        carry = _last_chain(next_tile, TILE)
+    # More tokens than inputs: only where segments overlap.
+    if total > TILE:
+        carry = _last_chain(tile, TILE)
+        for entry in range(TILE, total, TILE):
+            next_tile = _read_tile(
+                plan,
+                inputs,
+                k_source,
+                v_source,
+                records,
+                zero,
+                token,
+                starts,
+                total,
+                entry,
+                carry,
+                None,
+                TRACK_LIFETIME,
+                REQUESTS,
+                REQUEST_BITS,
+                TILE,
+                TILE_BITS,
+            )
+            _store_tile(plan, inputs, next_tile, records, log, counters_ptr, TAG, TILE)
+            carry = _last_chain(next_tile, TILE)
 
 
 @triton.jit
@@ -447,6 +469,7 @@ def _store(
                 total,
                 entry,
                 _chain_before(tile_sums_ptr + tiles_before, first_tile, number, TILE, TILE_BITS),
+                None,
                 TRACK_LIFETIME,
                 REQUESTS,
                 REQUEST_BITS,
