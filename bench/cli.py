@@ -41,9 +41,10 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
 )
 @click.option(
     "--from",
-    "source",
+    "sources",
+    multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Take this JSON and measure nothing.",
+    help="Take this JSON and measure nothing; may be repeated: each adds the cases that those before it lack.",
 )
 @click.option(
     "--json",
@@ -71,7 +72,7 @@ def bench(
     quick: bool | None,
     memory: float,
     traces: Path | None,
-    source: Path | None,
+    sources: tuple[Path, ...],
     json_path: Path | None,
     plots: Path | None,
     table: bool,
@@ -108,6 +109,7 @@ def bench(
       kv-canary bench "decode*" stride --device cuda
       kv-canary bench --peer sglang --json h200_peer.json --plots plots
       kv-canary bench --from h200_peer.json --table
+      kv-canary bench --from some.json --from the_rest.json --json all.json
     """
     from rich.console import Console
 
@@ -115,10 +117,10 @@ def bench(
 
     if table and str(json_path) == "-":
         raise click.UsageError("--json - and --table both go to stdout: leave one out")
-    if source is not None:
+    if sources:
         if cases or listing:
             raise click.UsageError("--from takes a result as it is: leave CASES and --list out")
-        result = json.loads(source.read_text(encoding="utf-8"))
+        result = _together(sources)
     else:
         device = device or _default_device()
         cut_down = device == "cpu" if quick is None else quick
@@ -162,6 +164,18 @@ def _default_device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _together(sources: tuple[Path, ...]) -> dict[str, Any]:
+    result, *others = (json.loads(source.read_text(encoding="utf-8")) for source in sources)
+    for source, other in zip(sources[1:], others, strict=True):
+        for name in ("device", "versions", "peer", "mode", "shapes"):
+            if other[name] != result[name]:
+                raise click.UsageError(f"--from takes results of one {name}: {source} has {other[name]}")
+        known = {row["case"] for row in result["cases"]}
+        result["cases"] += [{"commit": other["commit"], **row} for row in other["cases"] if row["case"] not in known]
+        result["failed"] += other["failed"]
+    return dict(result)
 
 
 def _chosen(patterns: tuple[str, ...], traces: Path | None) -> list[Case]:

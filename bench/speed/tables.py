@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,8 +139,12 @@ def place(page: Path, result: Result | None, plots: Mapping[str, str]) -> str:
 
 def _where(result: Result) -> str:
     versions = ", ".join(f"{n} {v}" for n, v in result["versions"].items() if v is not None and n != "kv-canary")
+    commits = Counter(str(row.get("commit", result["commit"])) for row in result["cases"])
+    measured = result["commit"]
+    if len(commits) > 1:
+        measured = ", ".join(f"{commit} ({count} cases)" for commit, count in commits.items())
     words = [
-        f"{result['device']}, {versions}, commit {result['commit']}",
+        f"{result['device']}, {versions}, commit {measured}",
         f"backend {result['backend']}, {result['mode']}, shapes {result['shapes']}",
         f"medians of {result['rounds']} rounds",
         f"copy {result['copy_tb_s']:.3g} TB/s, a launch of nothing {_ms(result['empty_ms'])} ms",

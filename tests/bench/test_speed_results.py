@@ -181,6 +181,24 @@ def test_a_kept_result_is_shown_drawn_and_put_into_a_page(kept: Path, tmp_path: 
     assert "share of the copy bandwidth" in shown.stdout
 
 
+def test_further_results_add_the_cases_that_the_first_lacks(kept: Path, tmp_path: Path) -> None:
+    whole = made_up()
+    part, rest, other = tmp_path / "part.json", tmp_path / "rest.json", tmp_path / "other.json"
+    newer = [{**row, "ours_ms": 0.5} for row in whole["cases"][:2]]
+    part.write_text(json.dumps(whole | {"commit": "newer", "cases": newer}))
+    rest.write_text(json.dumps(whole | {"commit": "older"}))
+    other.write_text(json.dumps(whole | {"device": "another"}))
+    done = command("--from", part, "--from", rest, "--json", tmp_path / "all.json")
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "all.json").read_text())
+    older = [{"commit": "older", **row} for row in whole["cases"][2:]]
+    assert result == whole | {"commit": "newer", "cases": newer + older}
+    assert f"commit newer (2 cases), older ({len(older)} cases)" in tables.markdown(result)
+    refused = command("--from", part, "--from", other)
+    assert refused.exit_code == 2
+    assert "device" in refused.output
+
+
 def test_a_kept_result_that_failed_still_says_so(kept: Path) -> None:
     kept.write_text(json.dumps(made_up() | {"failed": [{"case": "x", "why": "broken"}]}))
     assert command("--from", kept).exit_code == 1
