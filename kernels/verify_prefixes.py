@@ -1,6 +1,6 @@
-"""verify_prefixes: the Triton kernels. Many programs find and check the entries.
+"""verify_prefixes: the Triton kernels. One program plans the writes, many find and check the entries.
 
-Where the entries are few, each of them lays out the batch for itself, which saves a launch; else a launch before does,
+Where the entries are few, each program lays out the batch for itself, which saves a launch; else a launch before does,
 for that takes as long as checking a tile of entries.
 """
 
