@@ -125,7 +125,7 @@ def test_bytes_are_those_of_the_definition() -> None:
     _, work = made(Case(name="x", requests=decode(2, 32), row_bytes=64))
     parts = {p.name: p.traffic for p in work.parts}
     assert parts["HEAD"] == Traffic(necessary=64 * (32 + 4 + 32), sectors=64 + 8 + 128 + 16)
-    assert parts["TAIL"] == Traffic(necessary=64 * 32, sectors=64 + 32)
+    assert parts["TAIL"] == Traffic(necessary=64 * 32, sectors=64 + 16)
     # Inputs, tails, seeds; the old record, the new one, and the covered bytes.
     assert parts["write"] == Traffic(necessary=48 + 16 + 64 + 2 * (64 + 32), sectors=2 + 1 + 2 + 2 * 4)
     assert work.whole.traffic == parts["HEAD"] + parts["write"] + parts["TAIL"]
