@@ -58,8 +58,8 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
             rows[_request(entries, runs, i) % bs], entries[i][0] = 0, 0
     if often(draw, 12):
         # All of them are anything.
-        entries, runs = (rng.integers(_INT32_MIN, _INT32_MAX, (draw(st.integers(0, 140)), 2)).tolist() for _ in "er")
-        runs = runs[: len(entries)] + runs[:1] * (len(entries) - len(runs))
+        anything = rng.integers(_INT32_MIN, _INT32_MAX, (2, draw(st.integers(0, 140)), 2))
+        entries, runs = anything.tolist()
     n, spare = len(entries), draw(st.integers(0, 3))
     entries, runs = (words + rng.integers(-5, 50, (spare, 2)).tolist() for words in (entries, runs))
     valid = draw(st.sampled_from([n, n, n, n - 1, 0, -1, n + spare, n + spare + 1, _INT32_MAX, _INT32_MIN]))
