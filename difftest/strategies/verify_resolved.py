@@ -96,6 +96,9 @@ def _make_hostile(draw: Any, entries: list[list[int]], runs: list[list[int]], *,
         for column, values in enumerate(odd):
             for entry, value in zip(words, replace_some(draw, [w[column] for w in words], values), strict=True):
                 entry[column] = value
+    if len(entries) > 1 and not often(draw, 3):
+        # A slot that reads like a slot code, before an entry that follows it.
+        entries[draw(st.integers(0, len(entries) - 2))][0] = HEAD_OF_CHAIN
     if entries and not often(draw, 3):
         # Something to report of a request that is not there.
         i = draw(st.integers(0, len(entries) - 1))
