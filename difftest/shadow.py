@@ -25,7 +25,7 @@ from kv_canary.backends import Implementation, implementation
 from kv_canary.difftest.casefile import SUFFIX, case_file, save
 from kv_canary.difftest.memory import sparse_storage
 from kv_canary.difftest.runner import Mismatch, Outcome, differing
-from kv_canary.errors import must_be
+from kv_canary.difftest.shadow_settings import ShadowSettings
 from kv_canary.specs import get_spec
 from kv_canary.specs.interface import KernelSpec, Leaf
 
@@ -36,35 +36,14 @@ WHOLE_BYTES = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ShadowConfig:
-    """How the shadow backend works in this process.
+class ShadowConfig(ShadowSettings):
+    """How the shadow backend works in this process: the settings that the environment may give, and a callback.
 
     Args:
-        every: compare each op's first launch, and every `every`-th after it. [KV_CANARY_SHADOW_EVERY, or 100]
-        folder: where differences are saved. [KV_CANARY_SHADOW_FOLDER, or "kv-canary-shadow"]
-        most_files: saved at most, so that a broken kernel does not fill a disk.
         on_difference: called with the failure and its file (None past `most_files`); what it raises is logged.
     """
 
-    every: int = 100
-    folder: Path = Path("kv-canary-shadow")
-    most_files: int = 20
     on_difference: Callable[[Mismatch, Path | None], None] | None = None
-
-    def __post_init__(self) -> None:
-        for name, low in (("every", 1), ("most_files", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(must_be("ShadowConfig", name, "an int", type(value).__name__))
-            if value < low:
-                raise ValueError(must_be("ShadowConfig", name, f"at least {low}", str(value)))
-
-    @classmethod
-    def from_environment(cls) -> ShadowConfig:
-        every = os.environ.get("KV_CANARY_SHADOW_EVERY", str(cls.every))
-        if not every.isdigit():
-            raise ValueError(must_be("shadow", "KV_CANARY_SHADOW_EVERY", "a whole number", repr(every)))
-        return cls(every=int(every), folder=Path(os.environ.get("KV_CANARY_SHADOW_FOLDER", str(cls.folder))))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +76,7 @@ class _Shadow:
     @property
     def config(self) -> ShadowConfig:
         if self._config is None:
-            self._config = ShadowConfig.from_environment()
+            self._config = ShadowConfig.from_env()
         return self._config
 
     def due(self, op: str) -> bool:

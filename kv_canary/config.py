@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import ipaddress
 import os
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from kv_canary.backends import BACKENDS
 from kv_canary.errors import must_be
 
-Mode = Literal["log", "raise"]
+if TYPE_CHECKING:
+    from kv_canary.difftest.shadow_settings import ShadowSettings
+    from kv_canary.perturb.config import PerturbConfig
+
+Mode = Literal["log", "raise", "off"]
 Records = Literal["one", "head_and_tail"]
 
 ENVIRONMENT = "KV_CANARY_"
-# Settings of other parts, which read them themselves.
-_OTHERS = ("SHADOW_", "PERTURB_")
+# How the environment says "off" where that is one of the values.
+_OFF = ("", "off", "none", "0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +33,8 @@ class CanaryConfig:
     """How the canary behaves. Each field can also come from the environment: `KV_CANARY_<FIELD>`, see `from_env`.
 
     Args:
-        mode: "log" reports violations and goes on; "raise" also raises `CanaryViolationError`, at the next step.
+        mode: "log" reports violations and goes on; "raise" also raises `CanaryViolationError`, at the next step; "off"
+            watches nothing.
         backend: "reference" for debugging, "triton" for production; None or "auto" chooses by device.
         read_bytes: bytes of each token's K, and of its V, that are fingerprinted; layer and window rotate with the
             position. A whole token's bytes or more cover one layer wholly.
@@ -57,6 +63,7 @@ class CanaryConfig:
         swa_divergence_every: steps between two reports of how far windowed groups differ from full ones; 0: none.
         digest_every: steps between two comparisons of digests across ranks; 0: none.
         metrics_port: port that Prometheus metrics are served on, by HTTP; needs `kv-canary[metrics]`; 0: none.
+        metrics_address: address of this host that they are served at; 0.0.0.0 or :: for all of its addresses.
         event_log: file that events are appended to, one JSON object a line; None: none.
         bundles: folder that reports are saved in, for `kv-canary report`; None: none.
 
@@ -86,6 +93,7 @@ class CanaryConfig:
     swa_divergence_every: int = 0
     digest_every: int = 0
     metrics_port: int = 0
+    metrics_address: str = "127.0.0.1"
     event_log: Path | None = None
     bundles: Path | None = None
 
@@ -100,6 +108,9 @@ class CanaryConfig:
                 raise ValueError(must_be("CanaryConfig", name, f"at least {low}", str(value)))
         if self.metrics_port > 65535:
             raise ValueError(must_be("CanaryConfig", "metrics_port", "at most 65535", str(self.metrics_port)))
+        if not _is_address(self.metrics_address):
+            expected = "an IP address of this host, or 0.0.0.0 or :: for all of them"
+            raise ValueError(must_be("CanaryConfig", "metrics_address", expected, repr(self.metrics_address)))
         if not 0 <= self.token_table_share <= 1:
             raise ValueError(must_be("CanaryConfig", "token_table_share", "in [0, 1]", str(self.token_table_share)))
         if not 0 < self.overhead_target <= 1:
@@ -112,21 +123,41 @@ class CanaryConfig:
     def from_env(cls, environ: Mapping[str, str] = os.environ, **settings: Any) -> Self:
         """Return the configuration that the environment describes; `settings` given here come before it.
 
-        Numbers and names stand as they are, switches as 1 or 0 (true, false, on, off, yes, no), and `none` for None.
+        Numbers and names stand as they are, switches as 1 or 0 (true, false, on, off, yes, no), `none` for None, and
+        off, none, 0 or nothing for the mode "off".
 
         Raises:
-            ValueError: a variable `KV_CANARY_...` names no setting, or its text is none of the setting's values.
+            ValueError: a variable `KV_CANARY_...` names no setting, or its text is none of the setting's
+                values; also one of another part (`KV_CANARY_SHADOW_...`, `KV_CANARY_PERTURB_...`), which else nobody
+                would miss until that part is used.
         """
-        return cls(**read_settings(cls, ENVIRONMENT, environ, settings, others=_OTHERS))
+        others = other_parts()
+        config = cls(**read_settings(cls, ENVIRONMENT, environ, settings, others=others))
+        for part in others.values():
+            part.from_env(environ)
+        return config
+
+
+def other_parts() -> dict[str, type[ShadowSettings] | type[PerturbConfig]]:
+    """Return the settings of parts that read them themselves, by what follows `KV_CANARY_` in their variables."""
+    from kv_canary.difftest.shadow_settings import ShadowSettings
+    from kv_canary.perturb.config import PerturbConfig
+
+    return {"SHADOW_": ShadowSettings, "PERTURB_": PerturbConfig}
 
 
 def read_settings(
-    cls: type, prefix: str, environ: Mapping[str, str], given: Mapping[str, Any], *, others: tuple[str, ...] = ()
+    cls: type,
+    prefix: str,
+    environ: Mapping[str, str],
+    given: Mapping[str, Any],
+    *,
+    others: Mapping[str, type] = types.MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return `given`, and the fields of the dataclass `cls` that `environ` has under `prefix`.
 
     Args:
-        others: what follows the prefix in variables of other parts.
+        others: what follows the prefix in variables of other parts, and whose fields these are: they are left alone.
 
     Raises:
         ValueError: a variable names no field, or its text is none of the field's values.
@@ -134,16 +165,25 @@ def read_settings(
     settings, hints = dict(given), typing.get_type_hints(cls)
     for name, text in environ.items():
         rest = name.removeprefix(prefix)
-        if rest == name or rest.startswith(others):
+        if rest == name or rest.startswith(tuple(others)):
             continue
         field = rest.lower()
         if field not in hints:
-            near = difflib.get_close_matches(field, hints, n=1)
+            theirs = [part.lower() + known for part, of in others.items() for known in typing.get_type_hints(of)]
+            near = difflib.get_close_matches(field, [*hints, *theirs], n=1)
             hint = f" (did you mean {prefix}{near[0].upper()}?)" if near else ""
             raise ValueError(f"kv-canary: environment: {name} must be a known setting, got an unknown one{hint}")
         if field not in settings:
             settings[field] = _parse(name, text, hints[field])
     return settings
+
+
+def _is_address(text: Any) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 _HINTS: dict[str, Any] = typing.get_type_hints(CanaryConfig)
@@ -196,6 +236,8 @@ def _parse(name: str, text: str, hint: Any) -> Any:
                 return kind(text)
             except ValueError:
                 continue
+        if "off" in get_args(kind) and text.lower() in _OFF:
+            return "off"
         if kind in (str, Path) or typing.get_origin(kind) is Literal:
             return Path(text) if kind is Path else text
     expected = "1 or 0" if bool in kinds else " or ".join(kind.__name__ for kind in kinds if kind is not type(None))

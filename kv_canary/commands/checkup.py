@@ -15,15 +15,13 @@ import torch
 
 from kv_canary.backends import interpreting
 from kv_canary.commands.probe import probe, probe_apart
-from kv_canary.config import ENVIRONMENT, CanaryConfig, read_settings
+from kv_canary.config import ENVIRONMENT, CanaryConfig, other_parts, read_settings
 from kv_canary.engines.sglang import hooks
 from kv_canary.engines.transformers_layouts import layout_class
 from kv_canary.perturb import PerturbConfig
 from kv_canary.reports.versions import installed, versions
 
 ENGINES = ("transformers", "sglang", "vllm")
-# Variables of parts that read them themselves.
-_OTHERS = ("SHADOW_", "PERTURB_")
 
 NOT_COVERED = (
     "what a kernel reads wrongly although the tables are right (an int32 overflow, index buffers that only it sees)",
@@ -121,11 +119,11 @@ def check_up(
 
 def _configuration(environ: Mapping[str, str]) -> tuple[CanaryConfig | None, list[str]]:
     """Return the configuration, or None and every error in it."""
-    errors = []
+    errors, others = [], other_parts()
     for name, text in environ.items():
         if name.startswith(ENVIRONMENT):
             try:
-                read_settings(CanaryConfig, ENVIRONMENT, {name: text}, {}, others=_OTHERS)
+                read_settings(CanaryConfig, ENVIRONMENT, {name: text}, {}, others=others)
             except ValueError as error:
                 errors.append(str(error))
     if errors:

@@ -174,7 +174,23 @@ def test_bad_configuration(name: str, value: Any, error: type[Exception]) -> Non
 
 def test_the_environment_configures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KV_CANARY_SHADOW_EVERY", "often")
-    with pytest.raises(ValueError, match="KV_CANARY_SHADOW_EVERY"):
-        shadow.ShadowConfig.from_environment()
+    with pytest.raises(ValueError, match="KV_CANARY_SHADOW_EVERY must be int, got 'often'"):
+        shadow.ShadowConfig.from_env()
     monkeypatch.setenv("KV_CANARY_SHADOW_EVERY", "7")
-    assert shadow.ShadowConfig.from_environment().every == 7
+    monkeypatch.setenv("KV_CANARY_SHADOW_FOLDER", "found")
+    monkeypatch.setenv("KV_CANARY_SHADOW_MOST_FILES", "3")
+    found = shadow.ShadowConfig.from_env()
+    assert (found.every, found.folder, found.most_files, found.on_difference) == (7, Path("found"), 3, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("EVRY", r"did you mean KV_CANARY_SHADOW_EVERY\?"),
+        ("ON_DIFFERENCE", "must be a known setting, got an unknown one"),
+    ],
+)
+def test_the_environment_may_not_say_what_is_no_setting(monkeypatch: pytest.MonkeyPatch, name: str, says: str) -> None:
+    monkeypatch.setenv(f"KV_CANARY_SHADOW_{name}", "3")
+    with pytest.raises(ValueError, match=f"KV_CANARY_SHADOW_{name} .*{says}"):
+        shadow.ShadowConfig.from_env()

@@ -34,6 +34,7 @@ TEXTS: dict[str, tuple[str, Any]] = {
     "swa_divergence_every": ("50", 50),
     "digest_every": ("10", 10),
     "metrics_port": ("9400", 9400),
+    "metrics_address": ("::1", "::1"),
     "event_log": ("/tmp/events.jsonl", Path("/tmp/events.jsonl")),
     "bundles": ("found", Path("found")),
 }
@@ -50,6 +51,17 @@ def test_a_setting_comes_from_the_environment_unless_it_is_given(name: str) -> N
     assert CanaryConfig.from_env(environ, **{name: default}) == CanaryConfig()
 
 
+@pytest.mark.parametrize("text", ["off", "OFF", "none", "None", "0", ""])
+def test_the_environment_turns_the_canary_off(text: str) -> None:
+    assert CanaryConfig.from_env({"KV_CANARY_MODE": text}).mode == "off"
+    assert CanaryConfig.from_env({"KV_CANARY_MODE": text}, mode="raise").mode == "raise"
+
+
+def test_what_the_environment_says_of_faults_and_of_the_shadow_backend_is_theirs() -> None:
+    variables = {"SHADOW_EVERY": "5", "SHADOW_FOLDER": "found", "PERTURB_MODE": "req_to_token", "PERTURB_EVERY": "2"}
+    assert CanaryConfig.from_env({f"KV_CANARY_{name}": text for name, text in variables.items()}) == CanaryConfig()
+
+
 @pytest.mark.parametrize("name", ["backend", "stride", "verify_capacity", "check_tokens", "event_log", "bundles"])
 def test_none_is_a_text_too(name: str) -> None:
     assert getattr(CanaryConfig.from_env({f"KV_CANARY_{name.upper()}": "none"}), name) is None
@@ -63,8 +75,18 @@ def test_none_is_a_text_too(name: str) -> None:
         ("KV_CANARY_READ_BYTES", "many", r"KV_CANARY_READ_BYTES must be int, got 'many'"),
         ("KV_CANARY_READ_BYTES", "none", r"KV_CANARY_READ_BYTES must be int, got 'none'"),
         ("KV_CANARY_TRACK_LIFETIME", "maybe", "KV_CANARY_TRACK_LIFETIME must be 1 or 0, got 'maybe'"),
-        ("KV_CANARY_MODE", "panic", "mode must be one of log, raise, got 'panic'"),
+        ("KV_CANARY_MODE", "panic", "mode must be one of log, raise, off, got 'panic'"),
         ("KV_CANARY_STRIDE", "0", "stride must be at least 1, got 0"),
+        ("KV_CANARY_METRICS_ADDRESS", "none", "metrics_address must be an IP address of this host, .*, got 'none'"),
+        # Those of other parts, which would read them later or never.
+        ("KV_CANARY_SHADOW_EVRY", "3", r"KV_CANARY_SHADOW_EVRY must be a known.*did you mean KV_CANARY_SHADOW_EVERY\?"),
+        ("KV_CANARY_SHADOW_EVERY", "often", "KV_CANARY_SHADOW_EVERY must be int, got 'often'"),
+        ("KV_CANARY_SHADOW_EVERY", "0", "every must be at least 1, got 0"),
+        ("KV_CANARY_SHADWO_EVERY", "3", r"KV_CANARY_SHADWO_EVERY must be.*did you mean KV_CANARY_SHADOW_EVERY\?"),
+        ("KV_CANARY_PERTURB_MOD", "req_to_token", r"did you mean KV_CANARY_PERTURB_MODE\?"),
+        ("KV_CANARY_PERTRUB_MODE", "req_to_token", r"did you mean KV_CANARY_PERTURB_MODE\?"),
+        ("KV_CANARY_PERTURB_MODE", "explode", "PerturbConfig: mode must be one of 'req_to_token', .*, got 'explode'"),
+        ("KV_CANARY_PERTURB_SEED", "1", "KV_CANARY_PERTURB_MODE must be given with seed"),
     ],
 )
 def test_what_the_environment_may_not_say(name: str, text: str, says: str) -> None:
@@ -75,7 +97,7 @@ def test_what_the_environment_may_not_say(name: str, text: str, says: str) -> No
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [
-        ({"mode": None}, ValueError, "mode must be one of log, raise, got None"),
+        ({"mode": None}, ValueError, "mode must be one of log, raise, off, got None"),
         ({"records": "two"}, ValueError, "records must be one of one, head_and_tail, got 'two'"),
         ({"backend": "cuda"}, ValueError, "backend must be one of reference"),
         ({"read_bytes": 0}, ValueError, "read_bytes must be at least 1, got 0"),
@@ -84,6 +106,13 @@ def test_what_the_environment_may_not_say(name: str, text: str, says: str) -> No
         ({"stride": "4"}, TypeError, "stride must be an int or None, got '4'"),
         ({"sweep_every": -1}, ValueError, "sweep_every must be at least 0, got -1"),
         ({"metrics_port": 65536}, ValueError, "metrics_port must be at most 65535, got 65536"),
+        (
+            {"metrics_address": "localhost"},
+            ValueError,
+            "metrics_address must be an IP address of this host, or 0.0.0.0",
+        ),
+        ({"metrics_address": "10.0.0.256"}, ValueError, "metrics_address must be an IP address of this host"),
+        ({"metrics_address": 16909060}, TypeError, "metrics_address must be a str, got 16909060"),
         ({"token_table_share": 2.0}, ValueError, r"token_table_share must be in \[0, 1\], got 2.0"),
         ({"overhead_target": 0.0}, ValueError, r"overhead_target must be in \(0, 1\], got 0.0"),
         ({"event_log": "events"}, TypeError, "event_log must be a Path or None, got 'events'"),
