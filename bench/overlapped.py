@@ -182,6 +182,8 @@ class OverlappedEngine:
                 on_report=on_report,
                 cached=self._cached_slots,
             )
+            # The canary's own failures are to be seen here, in log mode too.
+            self.manager.guard.contains = False
         self.steps = self.finished = self.retracted = self.ran_on = self.prefix_hits = 0
         self.tokens_generated = self.wrong_tokens = self.replays = 0
         self.outputs: dict[int, list[int]] = {}

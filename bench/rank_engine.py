@@ -68,6 +68,8 @@ class RankEngine:
             config=kc.CanaryConfig(stride=1, **config),
             ranks=place.ranks,
         )
+        # The canary's own failures are to be seen here, in log mode too.
+        self.manager.guard.contains = False
         self.tables = {g.name: torch.zeros(MAX_ROWS, MAX_LEN, dtype=torch.int32, device=device) for g in self.groups}
         self.requests: dict[str, Request] = {}
         self._next_slot = 1

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -14,18 +13,20 @@ from kv_canary.config import CanaryConfig
 from kv_canary.constants import OWNER_MASK, Reason, Status, Tag
 from kv_canary.drain import Findings, StepWords
 from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager
+from kv_canary.guard import Guard
 from kv_canary.observers import Observer, StepFacts
+from kv_canary.output import OUTPUT, logger
 from kv_canary.pools import BufferGroup
 from kv_canary.ranks import RankReport
 from kv_canary.reports import CanaryViolationError, Decoder, Incident, ViolationReport
 from kv_canary.reports.decode import reason_names
-from kv_canary.reports.desk import IncidentDesk
+from kv_canary.reports.desk import IncidentDesk, most_telling
 from kv_canary.rows import OwnerNames
-
-logger = logging.getLogger("kv_canary")
 
 # Steps that are remembered, so that a report can name the request.
 REMEMBERED_STEPS = 64
+# Steps for which something incomplete leaves the status degraded.
+RECENT_STEPS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +34,9 @@ class CanarySummary:
     """What the canary has done so far, as of the last drained step.
 
     Args:
-        status: "disabled": no step yet; "stale": launches are missing, so that the canary sees less than it seems to;
-            "degraded": some step was verified in part, or the ranks are no longer compared; else "healthy".
+        status: "disabled": no step yet, or the canary is off; "stale": launches are missing, so that the canary sees
+            less than it seems to; "degraded": some of the last RECENT_STEPS steps went by unwatched or were verified in
+            part, or the ranks are not compared; else "healthy".
         steps: steps begun.
         positions_relied_on: cached positions that forwards were about to read.
         positions_verified: those of them that were checked before.
@@ -45,6 +47,11 @@ class CanarySummary:
         reasons: violations by reason.
         launches: launches by tag.
         stride: how many steps a cached position waits for its turn at most.
+        incomplete: plans that left something out, by status bit.
+        skipped: forwards that went by unwatched: nobody could describe them, or the canary failed in them.
+        unverified: positions that were taken in anew where such a forward had written.
+        failures: what went wrong inside the canary and was contained, by part and kind of exception.
+        dropped: log lines, events and bundles of this process that were dropped, because nobody took them in time.
     """
 
     status: str
@@ -57,10 +64,32 @@ class CanarySummary:
     reasons: dict[str, int] = field(default_factory=dict)
     launches: dict[str, int] = field(default_factory=dict)
     stride: int = 1
+    incomplete: dict[str, int] = field(default_factory=dict)
+    skipped: int = 0
+    unverified: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+    dropped: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the summary as JSON-ready values."""
         return asdict(self)
+
+    def __add__(self, other: CanarySummary) -> CanarySummary:
+        """Return the summary of two canaries together; they are as well as the worse of them."""
+        sums: dict[str, Any] = {}
+        for name in (f.name for f in fields(self)):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            sums[name] = dict(Counter(mine) + Counter(theirs)) if isinstance(mine, dict) else None
+            if isinstance(mine, int):
+                sums[name] = mine + theirs
+        sums["status"] = max(self.status, other.status, key=_STATUSES.index)
+        # A stride is no count, and what was dropped is of the whole process.
+        sums["stride"], sums["dropped"] = max(self.stride, other.stride), max(self.dropped, other.dropped)
+        return CanarySummary(**sums)
+
+
+# From good to bad.
+_STATUSES = ("disabled", "healthy", "degraded", "stale")
 
 
 @dataclass(kw_only=True)
@@ -96,9 +125,10 @@ class Accounts:
     Args:
         groups: the buffer groups.
         config: how to react.
+        guard: takes in what callbacks and observers raise; none of it goes further.
         rows: where owners come from, for their names; None if the engine has its own.
-        on_report: called with every report that is written out; what it raises is logged and goes no further.
-        observers: told of every step and report; what they raise is logged and goes no further.
+        on_report: called with every report that is written out.
+        observers: told of every step and report.
     """
 
     def __init__(
@@ -106,6 +136,7 @@ class Accounts:
         groups: Sequence[BufferGroup],
         *,
         config: CanaryConfig,
+        guard: Guard,
         rows: OwnerNames | None,
         on_report: Callable[[ViolationReport], None] | None,
         observers: Sequence[Observer],
@@ -113,7 +144,7 @@ class Accounts:
         self.reports: deque[ViolationReport] = deque(maxlen=1024)
         self.rank_reports: deque[RankReport] = deque(maxlen=1024)
         self.observers = list(observers)
-        self._config, self._rows, self._on_report = config, rows, on_report
+        self._config, self._guard, self._rows, self._on_report = config, guard, rows, on_report
         self._steps: deque[StepRecord] = deque(maxlen=REMEMBERED_STEPS)
         # As reports call them: several groups where a tag is theirs alike.
         self._groups_of = {
@@ -130,7 +161,9 @@ class Accounts:
         self._found = Counter({(g, r.name or str(r)): 0 for g in self._groups_of.values() if g for r in Reason})
         self._statuses: Counter[Status] = Counter()
         self._missing: dict[str, int] = {}
-        self._degraded = self._closed = False
+        self._apart = self._closed = False
+        # The last step in which something was incomplete or failed.
+        self._last_trouble: int | None = None
         # Counted by who lands them.
         self.uncovered = 0
 
@@ -147,7 +180,7 @@ class Accounts:
     def see_forward(self, forward: SingleForwardManager, batch: ForwardBatch) -> None:
         """Show a forward that is over to the observers."""
         for observer in self.observers:
-            _guarded(observer.on_forward, forward, batch)
+            self._call(observer.on_forward, forward, batch)
 
     def launches_unknown(self) -> None:
         """Take in that launches were made that no step accounts for."""
@@ -159,18 +192,22 @@ class Accounts:
             return
         self._closed = True
         for observer in self.observers:
-            _guarded(observer.close)
+            self._call(observer.close)
 
     def degrade(self) -> None:
-        """Take in that a part of the canary has failed for good; who calls has said so in the log."""
-        self._degraded = True
+        """Take in that the ranks are not compared from here on; who calls has said so in the log."""
+        self._apart = True
+
+    def restore(self) -> None:
+        """Take in that the ranks are compared again."""
+        self._apart = False
 
     def take_ranks(self, report: RankReport) -> None:
         """Log a difference between ranks, and hand it on."""
         self.rank_reports.append(report)
         logger.error("kv-canary: %s", report.sentence)
         for observer in self.observers:
-            _guarded(observer.on_ranks, report)
+            self._call(observer.on_ranks, report)
 
     def take(self, findings: Findings) -> None:
         """Count, log and hand on what was drained; all counters are up to date before anything can raise.
@@ -180,7 +217,8 @@ class Accounts:
         Raises:
             CanaryViolationError: in raise mode, if there is anything to report.
         """
-        rows = [words for words in findings.rows if not self._was_discarded(words)]
+        verdicts = {key: self._was_discarded(*key) for key in dict.fromkeys((w[12], w[3]) for w in findings.rows)}
+        rows = [words for words in findings.rows if not verdicts[words[12], words[3]]]
         discarded = len(findings.rows) - len(rows)
         if discarded and not rows:
             # Those that the ring had no room for are most likely of the same rows: nobody can say, so no alarm.
@@ -188,30 +226,50 @@ class Accounts:
         self._discarded += discarded
         total = findings.total - discarded
         self._violations += total
-        for words in rows:
-            names = reason_names(words[1])
-            self._reasons.update(names)
-            self._found.update((self._groups_of[Tag(words[0])], name) for name in names)
+        for (tag, reasons), count in Counter((words[0], words[1]) for words in rows).items():
+            for name in reason_names(reasons):
+                self._reasons[name] += count
+                self._found[self._groups_of[Tag(tag)], name] += count
         facts = [self._take_step(step) for step in findings.steps]
-        reports = [self._decoder.decode(words) for words in _most_telling(rows, self._config.max_reports_per_step)]
-        self.reports.extend(reports)
-        incidents = self._desk.take(rows, reports=reports, total=total) if total else ()
-        for report in reports:
-            self._tell(report)
+        reports: list[ViolationReport] = []
+        incidents: tuple[Incident, ...] = ()
+        if total:
+            # What was found is counted by now, and raised below whatever fails in between.
+            try:
+                telling = most_telling(rows, self._config.max_reports_per_step)
+                reports = [self._decoder.decode(words) for words in telling]
+            except Exception as error:
+                self._guard.failed("describing what was found", error, own=False)
+            self.reports.extend(reports)
+            incidents = self._desk.take(rows, reports=reports, total=total)
+            for report in reports:
+                self._tell(report)
         for step in facts:
             for observer in self.observers:
-                _guarded(observer.on_step, step)
+                self._call(observer.on_step, step)
         if total and self._config.mode == "raise":
             raise CanaryViolationError(reports, total, incidents)
 
-    def summary(self, *, steps: int, counters: Sequence[Sequence[int]], stride: int) -> CanarySummary:
+    def summary(
+        self,
+        *,
+        steps: int,
+        counters: Sequence[Sequence[int]],
+        stride: int,
+        skipped: int = 0,
+        unverified: int = 0,
+    ) -> CanarySummary:
         """Return all of it in numbers.
 
         Args:
             steps: how many were begun.
             counters: [launches, entries] by tag.
             stride: how many steps a cached position waits for its turn at most.
+            skipped, unverified: see `CanarySummary`.
         """
+        incomplete: Counter[str] = Counter()
+        for status, count in self._statuses.items():
+            incomplete.update({bit.name or str(bit): count for bit in Status if bit in status})
         return CanarySummary(
             status=self._status() if steps else "disabled",
             steps=steps,
@@ -223,6 +281,11 @@ class Accounts:
             reasons=dict(self._reasons),
             launches={tag.name: counters[tag][0] for tag in Tag if counters[tag][0]},
             stride=stride,
+            incomplete=dict(incomplete),
+            skipped=skipped,
+            unverified=unverified,
+            failures=dict(self._guard.failures),
+            dropped=OUTPUT.dropped,
         )
 
     def _summary_now(self) -> dict[str, Any]:
@@ -231,12 +294,17 @@ class Accounts:
         return self.summary(steps=newest.number, counters=self._counters, stride=newest.stride).as_dict()
 
     def _status(self) -> str:
-        return "stale" if self._missing else "degraded" if self._statuses or self._degraded else "healthy"
+        newest = self._steps[-1].number if self._steps else 0
+        if self._guard.take_touched():
+            self._last_trouble = newest
+        recent = self._last_trouble is not None and newest - self._last_trouble < RECENT_STEPS
+        return "stale" if self._missing else "degraded" if recent or self._apart else "healthy"
 
     def _take_step(self, words: StepWords) -> StepFacts:
         self._counters = words.counters
         for _, bits in words.statuses:
             self._statuses[Status(bits)] += 1
+            self._last_trouble = words.step
         record = next((s for s in reversed(self._steps) if s.number == words.step), None)
         relied_on = 0 if record is None else record.relied_on
         before, self._before = self._before, words.counters if words.launches is not None else None
@@ -263,13 +331,28 @@ class Accounts:
 
     def _tell(self, report: ViolationReport) -> None:
         if self._on_report is not None:
-            _guarded(self._on_report, report)
+            self._call(self._on_report, report)
         for observer in self.observers:
-            _guarded(observer.on_report, report)
+            self._call(observer.on_report, report)
 
-    def _was_discarded(self, words: Sequence[int]) -> bool:
-        request = self._request(words[12], words[3])
-        return request is not None and request.discarded is not None and request.discarded()
+    def _call(self, callback: Callable[..., None], *news: object) -> None:
+        """Call what is not the canary's own; what it raises is taken in and goes no further, in any mode."""
+        try:
+            callback(*news)
+        except Exception as error:
+            name = getattr(callback, "__qualname__", type(callback).__name__)
+            self._guard.failed(name, error, own=False)
+
+    def _was_discarded(self, step: int, row: int) -> bool:
+        """Whether the engine threw away the result of the request in `row` of a step; if it cannot say, no."""
+        request = self._request(step, row)
+        if request is None or request.discarded is None:
+            return False
+        try:
+            return bool(request.discarded())
+        except Exception as error:
+            self._guard.failed("discarded", error, own=False)
+            return False
 
     def _request(self, step: int, row: int) -> ForwardRequest | None:
         return next((s.requests.get(row) for s in reversed(self._steps) if s.number == step), None)
@@ -290,22 +373,3 @@ def _missing(words: StepWords, before: Sequence[Sequence[int]], wanted: Mapping[
     """Return how many of the launches that a step was to make are missing, by the name of the tag."""
     made = {tag: words.counters[tag][0] - before[tag][0] for tag in wanted}
     return {Tag(tag).name: n - made[tag] for tag, n in wanted.items() if made[tag] < n}
-
-
-def _guarded(callback: Callable[..., None], *news: object) -> None:
-    """Call; what it raises is logged and goes no further."""
-    try:
-        callback(*news)
-    except Exception:
-        name = getattr(callback, "__qualname__", type(callback).__name__)
-        logger.exception("kv-canary: %s raised; the canary goes on", name)
-
-
-def _most_telling(rows: Sequence[list[int]], count: int) -> list[list[int]]:
-    """Return up to `count` violation rows: first one of every kind (tag, reasons, row), then the rest, in order."""
-    first: dict[tuple[int, int, int], int] = {}
-    for index, words in enumerate(rows):
-        first.setdefault((words[0], words[1], words[3]), index)
-    leading = list(first.values())
-    rest = [i for i in range(len(rows)) if i not in set(leading)]
-    return [rows[i] for i in sorted([*leading, *rest][:count])]

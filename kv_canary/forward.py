@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,13 +107,17 @@ class Phase(Enum):
     BEGUN = "begun"
     HEAD = "head"
     TAIL = "tail"
+    # Goes by unwatched, until its end.
+    SKIPPED = "skipped"
 
 
 class SingleForwardManager:
     """The canary around one model forward: `begin`, `head`, the model, `tail`, `end`, in that order.
 
     `around(batch)` does all of it. A forward that raised is given up with `abort`, and the next one may begin. Where
-    HEAD and TAIL were captured in a CUDA graph, the replay of the graph stands for both.
+    HEAD and TAIL were captured in a CUDA graph, the replay of the graph stands for both. In log mode none of these
+    raises: where one of them fails, or finds its arguments wrong, the forward goes by unwatched up to its end, and the
+    slots that it writes are marked as unverified (`CanaryManager.unverify`).
 
     Args:
         manager: the canary.
@@ -139,6 +144,8 @@ class SingleForwardManager:
         # A captured graph keeps the addresses of the buffers.
         self._sizes_are_final = False
         self._replays = manager.new_replays()
+        # Captures that failed: their graphs have no HEAD and TAIL, or not both.
+        self._unusable: weakref.WeakSet[CapturedForward] = weakref.WeakSet()
 
     @contextmanager
     def around(self, batch: ForwardBatch) -> Iterator[None]:
@@ -193,11 +200,18 @@ class SingleForwardManager:
             expects_tokens=expects_tokens,
         )
         try:
+            if self._manager.is_off:
+                self._phase = Phase.SKIPPED
+                yield captured
+                return
             self._launch_head()
             self._launch_tail()
             self._phase = Phase.BEGUN
             yield captured
-            self._expect(Phase.TAIL, "the end of capturing")
+            if self._phase is Phase.SKIPPED:
+                self._unusable.add(captured)
+            else:
+                self._expect(Phase.TAIL, "the end of capturing")
         finally:
             self._phase = Phase.IDLE
             self._manager.end_capture()
@@ -210,15 +224,43 @@ class SingleForwardManager:
             captured: what `capturing` gave, where the graph is about to be replayed.
 
         Raises:
-            RuntimeError: the last forward, or another one of the manager, was not ended.
-            ValueError: the batch contradicts itself, the limits or the captured shape.
             CanaryViolationError: in raise mode, for what the step before found.
+            RuntimeError: in raise mode, the last forward, or another one of the manager, was not ended.
+            ValueError: in raise mode, the batch contradicts itself, the limits or the captured shape.
         """
+        if self._manager.is_off:
+            self._phase = Phase.SKIPPED
+            return
+        with self._manager.guard.contain(f"forward {self.name}: begin") as part:
+            self._begin(batch, captured)
+        if part.failed:
+            self._skip(batch.out_slots, captured)
+
+    def skip(self, out_slots: Mapping[str, torch.Tensor], *, why: str) -> None:
+        """Take in that a forward is about to run that nobody can describe, instead of `begin`, `head`, `tail`, `end`.
+
+        It is counted (`CanarySummary.skipped`) and said once for each `why`; nothing is raised in any mode.
+
+        Args:
+            out_slots: of each group, the slots that it writes; a group that is left out may be written anywhere: all of
+                its pool is unverified then.
+            why: what is not known, for the log: "beam search".
+        """
+        manager = self._manager
+        if manager.is_off:
+            return
+        with manager.guard.contain(f"forward {self.name}: skip"):
+            manager.say_skipped(self.name, why)
+            self._skip(out_slots, None)
+        self._phase = Phase.IDLE
+
+    def _begin(self, batch: ForwardBatch, captured: CapturedForward | None) -> None:
         self._expect(Phase.IDLE, "begin")
         self._manager.expect_idle(f"forward {self.name}: begin")
         self._check(batch, captured)
         try:
             strides = self._manager.begin_forward(self, batch.requests)
+            self._manager.take_in_gaps(self, batch)
             self._manager.perturb(batch)
             self._prepare(batch, captured, strides=strides)
         except BaseException:
@@ -226,6 +268,16 @@ class SingleForwardManager:
             raise
         self._captured, self._batch = captured, batch
         self._phase = Phase.BEGUN
+
+    def _skip(self, out_slots: Mapping[str, torch.Tensor], captured: CapturedForward | None) -> None:
+        """Let the forward go by unwatched from here on."""
+        self._batch, self._captured, self._phase = None, None, Phase.SKIPPED
+        if captured is not None and captured not in self._unusable:
+            # The graph is about to be replayed: its HEAD and TAIL must find nothing to do.
+            with self._manager.guard.contain(f"forward {self.name}: taking a batch back"):
+                self._inputs.post(NO_NUMBERS, requests=captured.requests)
+        with self._manager.guard.contain(f"forward {self.name}: skip"):
+            self._manager.skip_forward(self, out_slots)
 
     def _prepare(self, batch: ForwardBatch, captured: CapturedForward | None, *, strides: list[int]) -> None:
         """Copy everything that HEAD and TAIL read from the host."""
@@ -282,10 +334,15 @@ class SingleForwardManager:
         Args:
             input_ids, positions: [tokens] on the device, where `begin` was not given them.
         """
-        self._expect(Phase.BEGUN, "head")
-        self._copy_inputs(input_ids, positions)
-        self._replays.run(("head", *self._key()), self._launch_head)
-        self._phase = Phase.HEAD
+        if self._phase is Phase.SKIPPED:
+            return
+        with self._manager.guard.contain(f"forward {self.name}: HEAD") as part:
+            self._expect(Phase.BEGUN, "head")
+            self._copy_inputs(input_ids, positions)
+            self._replays.run(("head", *self._key()), self._launch_head)
+            self._phase = Phase.HEAD
+        if part.failed:
+            self._skip_rest()
 
     def tail(self, *, input_ids: torch.Tensor | None = None) -> None:
         """Record the tokens that the model has written, then verify the slots that HEAD resolved.
@@ -293,10 +350,23 @@ class SingleForwardManager:
         Args:
             input_ids: [tokens] on the device, where the model was given others than HEAD.
         """
-        self._expect(Phase.HEAD, "tail")
-        self._copy_inputs(input_ids, None)
-        self._replays.run(("tail", *self._key()), self._launch_tail)
-        self._phase = Phase.TAIL
+        if self._phase is Phase.SKIPPED:
+            return
+        with self._manager.guard.contain(f"forward {self.name}: TAIL") as part:
+            self._expect(Phase.HEAD, "tail")
+            self._copy_inputs(input_ids, None)
+            self._replays.run(("tail", *self._key()), self._launch_tail)
+            self._phase = Phase.TAIL
+        if part.failed:
+            self._skip_rest()
+
+    def _skip_rest(self) -> None:
+        """Go on unwatched after HEAD or TAIL have failed."""
+        if self._batch is not None:
+            self._skip(self._batch.out_slots, self._captured)
+        else:
+            # Called out of turn, or while a graph is captured: nothing was to be written.
+            self._phase = Phase.SKIPPED
 
     def _launch_head(self) -> None:
         if self._shape.expects_tokens:
@@ -320,23 +390,36 @@ class SingleForwardManager:
 
     def end(self) -> None:
         """Hand the step's findings over, to be read one step later. Outside any graph."""
-        # A replay runs HEAD and TAIL where the host does not see it; their launches are counted on the device.
-        self._expect(Phase.TAIL if self._captured is None else Phase.BEGUN, "end")
-        self._phase = Phase.IDLE
-        self._manager.end_forward(self, self._batch)
+        if self._phase is Phase.SKIPPED:
+            self._phase = Phase.IDLE
+            return
+        with self._manager.guard.contain(f"forward {self.name}: end") as part:
+            # A replay runs HEAD and TAIL where the host does not see it; their launches are counted on the device.
+            self._expect(Phase.TAIL if self._captured is None else Phase.BEGUN, "end")
+            self._phase = Phase.IDLE
+            try:
+                for launches in self._launches:
+                    self._manager.unverified.written(launches.group.pool, launches.out_slots[: self._new_tokens])
+                self._manager.end_forward(self, self._batch)
+            except BaseException:
+                self._manager.abort_forward(self)
+                raise
+        if part.failed:
+            self._phase = Phase.IDLE
 
     def abort(self) -> None:
         """Give up a forward that raised; what it had found so far is kept."""
-        begun, self._phase = self._phase is not Phase.IDLE, Phase.IDLE
-        if not begun:
+        phase, self._phase = self._phase, Phase.IDLE
+        if phase in (Phase.IDLE, Phase.SKIPPED):
             return
-        try:
-            for launches in self._launches:
-                slots, pool = launches.out_slots[: self._new_tokens], launches.group.pool
-                self._manager.doubt(pool, slots)
-                pool.take_back_head(slots)
-        finally:
-            self._manager.abort_forward(self)
+        with self._manager.guard.contain(f"forward {self.name}: abort"):
+            try:
+                for launches in self._launches:
+                    slots, pool = launches.out_slots[: self._new_tokens], launches.group.pool
+                    self._manager.doubt(pool, slots)
+                    pool.take_back_head(slots)
+            finally:
+                self._manager.abort_forward(self)
 
     @property
     def statuses(self) -> list[tuple[str, int, int]]:

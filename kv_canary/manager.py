@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from kv_canary import ops
+from kv_canary import ops, output
 from kv_canary.accounts import Accounts, CanarySummary, StepRecord
 from kv_canary.backends import select_backend
 from kv_canary.budget import Budget
@@ -21,8 +20,10 @@ from kv_canary.constants import Tag
 from kv_canary.drain import Drain, Findings
 from kv_canary.errors import must_be
 from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager, relied_on
+from kv_canary.guard import Guard
 from kv_canary.observers import HealthCheck, Observer, observers_of
 from kv_canary.oracle import TokenOracle
+from kv_canary.output import logger
 from kv_canary.perturb import PerturbConfig, Perturber
 from kv_canary.pools import BufferGroup, KvPool
 from kv_canary.ranks import RankGroup, RankReport, RankWatch
@@ -32,15 +33,25 @@ from kv_canary.rows import OwnerNames
 from kv_canary.specs.structures import Endpoint
 from kv_canary.state import CanaryDeviceState
 from kv_canary.sweep import CachedSlots, Sweeper
-
-logger = logging.getLogger("kv_canary")
+from kv_canary.unverified import Unverified
 
 # A token table this small is kept whatever the pool's size.
 SMALL_TABLE_BYTES = 16 << 20
+# Steps from one look at whether any slot is still marked as unverified to the next.
+_TIDY_EVERY = 256
+# Kinds of forwards that go by unwatched that are told of, one line each.
+_MOST_TOLD = 64
+# Seconds that `close` waits for what is still to be said and saved.
+_LAST_WORDS = 2.0
 
 
 class CanaryManager:
     """The canary of one engine, or of one rank of it.
+
+    In log mode nothing that goes wrong inside it leaves its methods once it is made: that is counted, said once and
+    shown in the summary, what was not recorded is marked as unverified, and the engine and the canary go on. In raise
+    mode what was found is raised by `begin`, before the forward, and by `flush`; its own failures are raised where they
+    happen; either leaves the engine and the canary usable. In mode "off" nothing is done.
 
     Args:
         groups: the engine's attention groups and their pools.
@@ -58,6 +69,7 @@ class CanaryManager:
         ValueError: groups are missing, share a name, or lie on several devices.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         groups: Sequence[BufferGroup],
@@ -82,6 +94,7 @@ class CanaryManager:
         self.groups = tuple(groups)
         self.limits = limits
         self.config = config or CanaryConfig()
+        self.guard = Guard(contains=self.config.mode != "raise")
         self.device = devices.pop()
         self.backend = select_backend(self.config.backend, self.device)
         self.pools: tuple[KvPool, ...] = tuple(dict.fromkeys(g.pool for g in groups))
@@ -107,11 +120,13 @@ class CanaryManager:
         self.accounts = Accounts(
             self.groups,
             config=self.config,
+            guard=self.guard,
             rows=rows,
             on_report=on_report,
-            observers=[*observers_of(self.config), *observers],
+            observers=[*(() if self.is_off else observers_of(self.config)), *observers],
         )
         self._drain = Drain(self.state)
+        self.unverified = Unverified(self)
         self._sweeper = Sweeper(self)
         self._cached = cached or (lambda: ())
         self._forwards: dict[str, SingleForwardManager] = {}
@@ -120,6 +135,9 @@ class CanaryManager:
         # The forward between its begin and its end.
         self._running: SingleForwardManager | None = None
         self._number = 0
+        # Forwards that went by unwatched.
+        self.skipped = 0
+        self._skips_told: set[str] = set()
         if self.config.digest_every and ranks is None:
             logger.warning("kv-canary: digest_every is set, but there are no ranks to compare digests with")
         try:
@@ -130,6 +148,11 @@ class CanaryManager:
         if self.device.type == "cuda":
             # Forwards may run on another stream than the one that all of this was made on.
             torch.cuda.current_stream(self.device).synchronize()
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the configuration turns the canary off: nothing is verified, recorded or said."""
+        return self.config.mode == "off"
 
     @property
     def reports(self) -> deque[ViolationReport]:
@@ -198,7 +221,9 @@ class CanaryManager:
 
         To be called on the stream of the forwards, behind every forward that was prepared before the slots were freed.
         """
-        if self.config.track_lifetime and len(slots):
+        if self.is_off or not self.config.track_lifetime or not len(slots):
+            return
+        with self.guard.contain("taking in what was freed") as part:
             ops.retire(
                 slots=slots.to(self.device),
                 owner=owner,
@@ -206,24 +231,49 @@ class CanaryManager:
                 records=pool.buffers,
                 backend=self.backend,
             )
+        if part.failed:
+            self.unverify(pool, slots)
 
     def move(self, pool: KvPool, src: torch.Tensor, dst: torch.Tensor, *, owner: int) -> None:
         """Carry the records of int64 `src` to `dst`, because the KV was copied so."""
-        if len(src):
+        if self.is_off or not len(src):
+            return
+        with self.guard.contain("taking in what was copied") as part:
+            src, dst = src.to(self.device), dst.to(self.device)
             ops.move(
-                src=src.to(self.device),
-                dst=dst.to(self.device),
+                src=src,
+                dst=dst,
                 owner=owner,
                 step=self.state.step,
                 records=pool.buffers,
                 backend=self.backend,
             )
+            self.unverified.moved(pool, src, dst)
+        if part.failed:
+            self.unverify(pool, dst)
+
+    def unverify(self, pool: KvPool, slots: torch.Tensor) -> None:
+        """Take in that nobody can say what int64 `slots` of `pool` hold: a free, a copy or a write was not followed.
+
+        Their records are dropped. Who relies on such a slot next has it taken in anew, from its own tokens and the
+        bytes that lie there then; how many were is in the summary. To be called on the stream of the forwards.
+        """
+        if not self.is_off:
+            with self.guard.contain("marking slots as unverified"):
+                self.unverified.forget(pool, slots)
 
     def clear(self) -> None:
         """Forget every record, because the engine emptied its cache."""
-        for pool in self.pools:
-            for records in pool.buffers:
-                records.zero_()
+        if self.is_off:
+            return
+        with self.guard.contain("taking in an emptied cache") as part:
+            for pool in self.pools:
+                for records in pool.buffers:
+                    records.zero_()
+            self.unverified.clear()
+        if part.failed:
+            for pool in self.pools:
+                self.unverified.forget_all(pool)
 
     def sweep(self) -> None:
         """Verify everything that the prefix cache holds, also what no request uses now, and freed slots in quarantine.
@@ -231,9 +281,14 @@ class CanaryManager:
         Outside any graph; findings are reported with those of the next step.
 
         Raises:
-            RuntimeError: a forward is under way: slots that it has written have no records yet.
+            RuntimeError: in raise mode, a forward is under way: slots that it has written have no records yet.
         """
-        self.expect_idle("sweep")
+        if not self.is_off:
+            with self.guard.contain("a sweep"):
+                self.expect_idle("sweep")
+                self._sweep()
+
+    def _sweep(self) -> None:
         self._sweeper.sweep(self._cached())
         self._sweeper.quarantine()
 
@@ -251,20 +306,35 @@ class CanaryManager:
         """Make the forwards inside the block one step: a draft model's and the target's, say.
 
         Raises:
-            RuntimeError: a step is under way; or, at its end, a forward still is.
+            RuntimeError: in raise mode, a step is under way; or, at its end, a forward still is.
         """
-        if self._open is not None:
-            raise RuntimeError("kv-canary: a step must begin when none is under way, got it inside another")
-        self._begin_step()
-        self._explicit = True
+        began = False
+        with self.guard.contain("the beginning of a step"):
+            if self._open is not None:
+                raise RuntimeError("kv-canary: a step must begin when none is under way, got it inside another")
+            if not self.is_off:
+                self._begin_step()
+                self._explicit = began = True
+        complete = False
         try:
             yield
-            self.expect_idle("the end of a step")
+            complete = True
         finally:
-            self._explicit = False
-            if self._running is not None:
-                self._running.abort()
-            self._end_step()
+            if began:
+                with self.guard.contain("the end of a step"):
+                    self._end_explicit(complete=complete)
+
+    def _end_explicit(self, *, complete: bool) -> None:
+        """End the step that `one_step` began; a forward that is still under way is given up, and told of."""
+        self._explicit = False
+        left, self._running = self._running, None
+        if left is not None:
+            left.abort()
+        self._end_step()
+        if left is not None and complete:
+            raise RuntimeError(
+                f"kv-canary: the end of a step must come when no forward is under way, got it inside forward {left.name}"
+            )
 
     def expect_idle(self, call: str) -> None:
         """Raise RuntimeError, naming `call`, if a forward is between its begin and its end."""
@@ -284,6 +354,7 @@ class CanaryManager:
 
         What it raises the forward takes to `abort_forward`.
         """
+        self.unverified.settle_debts()
         if self._open is None:
             self._begin_step()
         step = self._open
@@ -299,27 +370,33 @@ class CanaryManager:
         if forward.inner:
             # The others go on where an inner forward of this step has brought them.
             fresh = [r for r in requests if {step.inner.pop((o, r.row), None) for o in offsets} != {r.prefix_len}]
-        self.state.advance(fresh, backend=self.backend)
+        try:
+            self.state.advance(fresh, backend=self.backend)
+        except BaseException:
+            # How far the rows have come is not known; from here on they are brought up from their first token.
+            self.state.forget(fresh)
+            raise
         if forward.inner:
             self.state.branch(fresh, offsets)
         step.requests.update({r.row: r for r in requests})
         step.relied_on += sum(relied_on(requests, g) for g in forward.groups)
         return self.budget.strides(forward.name, requests, step=step.number)
 
+    def take_in_gaps(self, forward: SingleForwardManager, batch: ForwardBatch) -> None:
+        """Record anew what a forward is about to read and nobody has recorded; called by its `begin`."""
+        for group in forward.groups:
+            self.unverified.take_in(group, batch.tables[group.name], batch.requests)
+
     def end_forward(self, forward: SingleForwardManager, batch: ForwardBatch | None) -> None:
-        """Take in what the forward launched; called by its `end`."""
+        """Take in what the forward launched; called by its `end`, which takes what this raises to `abort_forward`."""
         step, self._running = self._open, None
         if step is None:
             raise RuntimeError("kv-canary: a step must be under way, got none")
         if batch is not None:
-            try:
-                if self.perturber is not None:
-                    self.perturber.after(batch, step=self._number)
-                if self.ranks is not None:
-                    self.ranks.see(forward, batch)
-            except BaseException:
-                self.abort_forward(forward)
-                raise
+            if self.perturber is not None:
+                self.perturber.after(batch, step=self._number)
+            if self.ranks is not None:
+                self.ranks.see(forward, batch)
             step.tables.update(batch.tables)
             self.accounts.see_forward(forward, batch)
             if forward.inner:
@@ -330,21 +407,48 @@ class CanaryManager:
         if not self._explicit:
             self._end_step()
 
+    def skip_forward(self, forward: SingleForwardManager, out_slots: Mapping[str, torch.Tensor]) -> None:
+        """Take in that a forward goes by unwatched, and mark what it writes; called by its `skip`, never raises."""
+        self.skipped += 1
+        self.guard.touched = True
+        groups = {g.name: g for g in forward.groups}
+        for group in groups.values():
+            slots = out_slots.get(group.name)
+            if slots is None:
+                # Nobody can say where it writes.
+                self.unverified.forget_all(group.pool)
+            else:
+                self.unverified.forget(group.pool, slots)
+        self.abort_forward(forward)
+
+    def say_skipped(self, forward: str, why: str) -> None:
+        """Say that a forward goes by unwatched, once for each reason; called by its `skip`."""
+        if why not in self._skips_told and len(self._skips_told) < _MOST_TOLD:
+            self._skips_told.add(why)
+            logger.warning(
+                "kv-canary: forward %s goes by unwatched, and what it writes counts as unverified: %s. Others of this "
+                "kind are counted, see summary().skipped",
+                forward,
+                why,
+            )
+
     def abort_forward(self, forward: SingleForwardManager) -> None:
         """Take in that a forward was given up; called by its `abort`, and by its `begin` if that raised."""
         self._running = None
         self.budget.forget(forward.name)
-        if self.perturber is not None:
-            self.perturber.restore()
+        with self.guard.contain("giving up a forward"):
+            if self.perturber is not None:
+                self.perturber.restore()
         if self._open is not None:
             self._open.broken = True
             if not self._explicit:
-                self._end_step()
+                with self.guard.contain("the end of a step"):
+                    self._end_step()
 
     def doubt(self, pool: KvPool, slots: torch.Tensor) -> None:
         """Take in that int64 `slots` may have been written to without a record; called by a forward's `abort`."""
         if self.config.quarantine:
-            self._sweeper.doubt(pool, slots)
+            self.unverified.doubt(pool, slots)
 
     def begin_capture(self, forward: SingleForwardManager) -> None:
         """Take in that launches follow which belong to no step; called by a forward's `capturing`."""
@@ -367,13 +471,23 @@ class CanaryManager:
         Raises:
             CanaryViolationError: in raise mode, if there was anything to report.
         """
-        self._take(self._drain.poll(wait=True))
-        if self.ranks is not None:
-            self.ranks.flush(all_ranks=all_ranks)
+        if self.is_off:
+            return
+        with self.guard.contain("flush"):
+            self.unverified.tidy()
+            self._take(self._drain.poll(wait=True))
+            if self.ranks is not None:
+                self.ranks.flush(all_ranks=all_ranks)
 
     def summary(self) -> CanarySummary:
         """Return what the canary has done, as of the last drained step."""
-        return self.accounts.summary(steps=self._number, counters=self._drain.counters, stride=self.budget.stride)
+        return self.accounts.summary(
+            steps=self._number,
+            counters=self._drain.counters,
+            stride=self.budget.stride,
+            skipped=self.skipped,
+            unverified=self.unverified.taken_in,
+        )
 
     def close(self) -> None:
         """Give back files, ports and the like that observers hold; the second call does nothing.
@@ -381,8 +495,11 @@ class CanaryManager:
         What was counted and reported can still be read. Call `flush` before: what a last step found is reported there.
         """
         self.accounts.close()
+        output.drain(_LAST_WORDS)
 
     def _begin_step(self) -> None:
+        if self._number % _TIDY_EVERY == 0:
+            self.unverified.tidy()
         self._take(self._drain.poll())
         if self.ranks is not None:
             self.ranks.begin(self._number + 1)
@@ -399,7 +516,8 @@ class CanaryManager:
             if self.ranks is not None:
                 self.ranks.end_step(step)
             if self.config.sweep_every and step.number % self.config.sweep_every == 0:
-                self.sweep()
+                with self.guard.contain("a sweep"):
+                    self._sweep()
         finally:
             self._drain.push(step.number, step.statuses, launches=None if step.broken else dict(step.launches))
 

@@ -28,6 +28,8 @@ class KvPool:
         device: where the records live.
     """
 
+    # What is allocated in inference mode could not be changed outside of it.
+    @torch.inference_mode(False)
     def __init__(
         self,
         *,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 import torch
 
-logger = logging.getLogger("kv_canary")
+from kv_canary.output import logger
 
 Launch = Callable[[], None]
 

@@ -53,6 +53,11 @@ class _Progress:
                 found.append((request, length if goes_on and length <= request.prefix_len else 0))
         return found
 
+    def forget(self, requests: Iterable[ForwardRequest]) -> None:
+        """Let the rows of `requests` start anew."""
+        for request in requests:
+            self._rows[request.row] = _NOWHERE
+
     def lengths(self, requests: Iterable[ForwardRequest]) -> list[int]:
         """Return how many tokens of each request's row are in."""
         rows = self._rows
@@ -182,6 +187,14 @@ class CanaryDeviceState:
                 self.token_pool = widen(self.token_pool, longest)
             self._run("scatter_token_ids", tokens, {"pool": self.token_pool}, backend)
             self._tokens.advanced(missing)
+
+    def forget(self, requests: Iterable[ForwardRequest]) -> None:
+        """Take in that it is not known how far these requests' rows have come: they start anew."""
+        requests = list(requests)
+        for progress in (self._tokens, *(tails.progress for tails in self.tails.values())):
+            progress.forget(requests)
+        for request in requests:
+            self._anchored[request.row] = -1
 
     def _run(
         self, op: str, lists: Sequence[Sequence[int]], where: dict[str, torch.Tensor], backend: str | None

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from kv_canary import ops
-from kv_canary.constants import KV_WORD, UNCHECKED, WRITER_WORD
+from kv_canary.constants import UNCHECKED, WRITER_WORD
 from kv_canary.errors import must_be
-from kv_canary.pools import BufferGroup, KvPool
+from kv_canary.pools import BufferGroup
 from kv_canary.specs.structures import VerifyPlan
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ class Sweeper:
 
     def __init__(self, manager: CanaryManager) -> None:
         self._manager = manager
-        # Fingerprints that slots may no longer have; see `doubt`.
-        self._doubted = {pool: pool.records.new_zeros(0) for pool in manager.pools}
 
     def sweep(self, cached: Sequence[CachedSlots]) -> None:
         """Verify every slot of `cached`, with bytes, under the groups' SWEEP tags."""
@@ -61,7 +59,9 @@ class Sweeper:
         for part in cached:
             if part.group not in groups:
                 raise ValueError(must_be("sweep", "group", f"one of {', '.join(groups)}", repr(part.group)))
-            self._verify(groups[part.group], part.slots, part.positions, part.previous, freed_too=False)
+            group = groups[part.group]
+            known = self._manager.unverified.without_gaps(group.pool, part)
+            self._verify(group, known.slots, known.positions, known.previous, freed_too=False)
 
     def quarantine(self) -> None:
         """Verify that the bytes of freed slots are those that were recorded, until somebody writes there again."""
@@ -73,20 +73,10 @@ class Sweeper:
                 continue
             done.add(group.pool)
             records = group.pool.records[: group.pool.num_slots]
-            doubted = self._doubted[group.pool]
-            doubted = self._doubted[group.pool] = doubted[torch.isin(doubted, records[:, KV_WORD])]
-            known = ~torch.isin(records[:, KV_WORD], doubted)
-            freed = ((records[:, WRITER_WORD] < 0) & known).nonzero().view(-1)
+            freed, settled = records[:, WRITER_WORD] < 0, self._manager.unverified.settled(group.pool)
+            freed = (freed if settled is None else freed & settled).nonzero().view(-1)
             positions = (records[freed, 0] >> 32) & 0xFFFFFFFF
             self._verify(group, freed, positions, torch.full_like(freed, UNCHECKED), freed_too=True)
-
-    def doubt(self, pool: KvPool, slots: torch.Tensor) -> None:
-        """Leave out of the quarantine what a forward may have overwritten before it was given up.
-
-        By fingerprint, which follows a record that is moved or freed, and ends where it is written anew.
-        """
-        slots = slots[(slots > 0) & (slots < pool.num_slots)]
-        self._doubted[pool] = torch.cat([self._doubted[pool], pool.records[slots, KV_WORD]])
 
     def _verify(
         self,

@@ -7,7 +7,6 @@ receiver compares geometries once per sender, and lands every request before the
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,13 +17,12 @@ from kv_canary.constants import ANCHOR, RECORD_WORDS, Tag
 from kv_canary.errors import must_be
 from kv_canary.hashing import mix
 from kv_canary.host import send
+from kv_canary.output import logger
 from kv_canary.pools import KvPool
 from kv_canary.specs.structures import Endpoint, KvSource, ViolationLog, WritePlan
 
 if TYPE_CHECKING:
     from kv_canary.manager import CanaryManager
-
-logger = logging.getLogger("kv_canary")
 
 _RECORD_BYTES = 8 * RECORD_WORDS
 

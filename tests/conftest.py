@@ -44,6 +44,26 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.config.getoption("--device"))
 
 
+class DrainedLog:
+    """pytest's `caplog`, which waits for the canary's output thread before it is read."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+
+    def __getattr__(self, name: str) -> Any:
+        from kv_canary import output
+
+        if not output.drain(10.0):
+            raise RuntimeError("the output thread has not come to an end")
+        return getattr(self._caplog, name)
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> DrainedLog:
+    """What was logged, also by the canary's output thread."""
+    return DrainedLog(caplog)
+
+
 @pytest.fixture(autouse=True)
 def clean_registry() -> Iterator[None]:
     """Forget after every test what it registered."""

@@ -91,6 +91,8 @@ class GuardedEngine(Engine):
             perturb=perturb,
             cached=self.cached_slots,
         )
+        # The canary's own failures are to be seen here, in log mode too.
+        self.manager.guard.contains = False
         # Called once a forward has been prepared and before it runs, between HEAD and the model, and once it has run:
         # for faults. What the second raises is the model's failure.
         self.before_forward: Callable[[ForwardBatch], None] | None = None

@@ -91,6 +91,8 @@ class TransferEngine:
                 backend=backend, records="head_and_tail", stride=1, ring_capacity=4096, max_reports_per_step=1024
             ),
         )
+        # The canary's own failures are to be seen here, in log mode too.
+        self.manager.guard.contains = False
         # Every buffer of every pool, in the order in which a transfer sends them.
         self.buffers: dict[str, tuple[TransferBuffer, ...]] = {name: buffers(p) for name, p in self.pools.items()}
 

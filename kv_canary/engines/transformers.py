@@ -9,7 +9,7 @@ prefix sharing are all served; `transformers_session` says how.
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -27,9 +27,6 @@ from kv_canary.manager import CanaryManager
 from kv_canary.reports import CanaryViolationError, ViolationReport
 
 OnReport = Callable[[ViolationReport], None]
-
-# From good to bad; several caches are as well as the worst of them.
-_STATUSES = ("disabled", "healthy", "degraded", "stale")
 
 
 def install(
@@ -106,7 +103,7 @@ class TransformersCanary:
         """Return what the canary has done, over all caches."""
         total = self._past
         for session in self._sessions:
-            total = _sum(total, session.manager.summary())
+            total = total + session.manager.summary()
         return total
 
     def flush(self) -> None:
@@ -151,7 +148,7 @@ class TransformersCanary:
             return
         session.close()
         self._sessions.remove(session)
-        self._past = _sum(self._past, session.manager.summary())
+        self._past = self._past + session.manager.summary()
         self._past_reports.extend(session.manager.reports)
         if session.error is not None:
             self._errors.append(session.error)
@@ -218,17 +215,3 @@ class _Watch:
         if session is not None and self.manager.batch_processor is not session.processor:
             self._session = None
             self._canary.close(session)
-
-
-def _sum(left: CanarySummary, right: CanarySummary) -> CanarySummary:
-    return CanarySummary(
-        status=max(left.status, right.status, key=_STATUSES.index),
-        steps=left.steps + right.steps,
-        positions_relied_on=left.positions_relied_on + right.positions_relied_on,
-        positions_verified=left.positions_verified + right.positions_verified,
-        violations=left.violations + right.violations,
-        discarded=left.discarded + right.discarded,
-        reasons=dict(Counter(left.reasons) + Counter(right.reasons)),
-        launches=dict(Counter(left.launches) + Counter(right.launches)),
-        stride=max(left.stride, right.stride),
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,26 +17,30 @@ from kv_canary.config import CanaryConfig
 from kv_canary.errors import must_be
 from kv_canary.observers.base import Observer, StepFacts
 from kv_canary.observers.overflow import names_of
+from kv_canary.output import logger, post
 from kv_canary.ratelimit import RateLimit
 
 if TYPE_CHECKING:
     from kv_canary.ranks import RankReport
     from kv_canary.reports import ViolationReport
 
-logger = logging.getLogger("kv_canary")
-
 # Where the file would grow beyond this, it is renamed to `<name>.1`, over an older one of that name.
 MOST_BYTES = 64 << 20
-# How long a line waits for other processes' lines at most: one that hangs must not stop this one.
+# How long a line waits for other processes' lines at most, and for how long nothing is tried after that: one that hangs
+# costs one wait, not one a line.
 _PATIENCE = 0.1
+_PAUSE = 10.0
+# Violations that are written in a minute; an event says how many were held back before it.
+REPORTS_PER_MINUTE = 600
 
 
 class EventLog(Observer):
     """Appends what happens to a file: `start`, `status`, `report`, `ranks`, `overflow`, `missing`, `lost`, `stop`.
 
     Every object has `time` (ISO 8601, UTC), `pid` and `event`; docs/metrics.md has the rest. Nothing is held open, so
-    that the file can be moved away at any time. A line that cannot be written whole is not written at all; how many
-    were lost is said in the log, and in the file once it can be written again.
+    that the file can be moved away at any time. Only its owner can read it: it names requests and holds their tokens. A
+    line that cannot be written whole is not written at all; how many were lost is said in the log, and in the file once
+    it can be written again. Lines are written by the canary's output thread.
 
     Args:
         path: of the file.
@@ -45,6 +48,7 @@ class EventLog(Observer):
         most_bytes: of the file; what was before is kept in one older file of at most this size.
         limit: of `overflow` and `missing` by kind, and of complaints in the log.
         now: the time.
+        clock: seconds that only grow.
 
     Raises:
         ValueError: the file cannot be appended to.
@@ -58,13 +62,16 @@ class EventLog(Observer):
         most_bytes: int = MOST_BYTES,
         limit: RateLimit | None = None,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         from kv_canary import __version__
 
         self._path, self._most_bytes = path.absolute(), most_bytes
         self._limit = limit or RateLimit()
-        self._now = now
-        self._lost = 0
+        self._reports = RateLimit(0, per_minute=REPORTS_PER_MINUTE, clock=clock)
+        self._now, self._clock = now, clock
+        # Used by the output thread alone: lines lost, and until when nothing is tried.
+        self._lost, self._pauses_until = 0, 0.0
         self._status = "disabled"
         self._steps = self._violations = 0
         settings = dataclasses.asdict(config)
@@ -76,7 +83,9 @@ class EventLog(Observer):
             raise ValueError(must_be("CanaryConfig", "event_log", expected, got)) from error
 
     def on_report(self, report: ViolationReport) -> None:
-        self._write("report", step=report.step, report=report.as_dict())
+        held_back = self._reports.admit("report")
+        if held_back is not None:
+            self._write("report", step=report.step, report=report.as_dict(), held_back=held_back)
 
     def on_ranks(self, report: RankReport) -> None:
         self._write("ranks", step=report.step, report=report.as_dict())
@@ -98,24 +107,35 @@ class EventLog(Observer):
                 self._write("missing", step=facts.step, launches=dict(facts.missing), held_back=held_back)
 
     def close(self) -> None:
-        self._write("stop", step=self._steps, violations=self._violations)
+        line = self._line("stop", {"step": self._steps, "violations": self._violations})
+        post(lambda: self._append_or_count(line, at_last=True))
 
     def _write(self, event: str, **facts: Any) -> None:
-        """Append an event; where that fails, count it and go on."""
+        """Have an event appended, as of now."""
+        line = self._line(event, facts)
+        post(lambda: self._append_or_count(line))
+
+    def _append_or_count(self, line: bytes, *, at_last: bool = False) -> None:
+        """Append a line; where that fails, count it and go on. The last one is tried in any case."""
+        if self._clock() < self._pauses_until and not at_last:
+            self._lost += 1
+            return
         try:
             if self._lost:
                 self._append(self._line("lost", {"events": self._lost}))
                 self._lost = 0
-            self._append(self._line(event, facts))
+            self._append(line)
         except OSError as error:
             self._lost += 1
-            line = self._limit.line(
+            if isinstance(error, BlockingIOError):
+                self._pauses_until = self._clock() + _PAUSE
+            text = self._limit.line(
                 "failed",
                 f"kv-canary: the event log {self._path} could not be written: {error.strerror}; "
                 f"events lost so far: {self._lost}",
             )
-            if line is not None:
-                logger.error("%s", line)
+            if text is not None:
+                logger.error("%s", text)
 
     def _line(self, event: str, facts: dict[str, Any]) -> bytes:
         stamp = self._now().astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -145,7 +165,7 @@ def _locked(path: Path) -> Iterator[int]:
         OSError: it cannot be opened, or another process has kept it for too long.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             _lock(descriptor)
             # While this one waited, another may have renamed the file.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 
 from kv_canary.observers.base import Observer, StepFacts
+from kv_canary.output import logger
 from kv_canary.ratelimit import RateLimit
-
-logger = logging.getLogger("kv_canary")
 
 
 class HealthCheck(Observer):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 from kv_canary.constants import Status
 from kv_canary.observers.base import Observer, StepFacts
+from kv_canary.output import logger
 from kv_canary.ratelimit import RateLimit
-
-logger = logging.getLogger("kv_canary")
 
 _MEANINGS = {
     Status.OVERFLOW: "more positions than the plan had room for (verify_capacity); those beyond it were left out",

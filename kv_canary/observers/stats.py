@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 from kv_canary.constants import Tag
 from kv_canary.observers.base import Observer, StepFacts
-
-logger = logging.getLogger("kv_canary")
+from kv_canary.output import logger
 
 
 class StatsLogger(Observer):

@@ -8,7 +8,6 @@ nothing about sliding-window attention, however silent the canary was.
 from __future__ import annotations
 
 import json
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -18,12 +17,11 @@ import torch
 
 from kv_canary.constants import Tag
 from kv_canary.observers.base import Observer, StepFacts
+from kv_canary.output import logger
 
 if TYPE_CHECKING:
     from kv_canary.forward import ForwardBatch, SingleForwardManager
     from kv_canary.launches import VerifiedEntries
-
-logger = logging.getLogger("kv_canary")
 
 _KEY = "kv_canary_swa_divergence="
 

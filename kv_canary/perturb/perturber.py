@@ -71,6 +71,8 @@ class Perturber:
         self._rng = random.Random(config.seed)
         self._undo: list[Callable[[], None]] = []
 
+    # The engine's tensors may have been made in inference mode, and can then be changed nowhere else.
+    @torch.inference_mode()
     def before(
         self,
         batch: ForwardBatch,
@@ -103,6 +105,7 @@ class Perturber:
             case "next_token_swap":
                 self._swap_tokens(batch, groups, step, checks_inputs=checks_inputs)
 
+    @torch.inference_mode()
     def after(self, batch: ForwardBatch, *, step: int) -> None:
         """Undo what was for one forward only; inject what belongs behind one, TAIL included."""
         self.restore()
@@ -110,6 +113,7 @@ class Perturber:
             written = [pick_out_cache_loc_slot(batch, g, self._rng) for g in self.groups if g.name in batch.out_slots]
             self._flip_one((a for a in written if a is not None), step)
 
+    @torch.inference_mode()
     def restore(self) -> None:
         """Undo what was for one forward only, because the forward is over or was given up."""
         while self._undo:

@@ -72,11 +72,20 @@ class BundleFolder:
         self._folder = folder
         # Ranks and restarts may share the folder.
         self._run = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._saved = 0
+        self._reserved = 0
 
     @property
     def is_full(self) -> bool:
-        return self._saved >= MOST_BUNDLES
+        """Whether as many bundles as there may be were saved, or are about to be."""
+        return self._reserved >= MOST_BUNDLES
+
+    def reserve(self) -> None:
+        """Count a bundle that is about to be saved."""
+        self._reserved += 1
+
+    def give_back(self) -> None:
+        """Count one less: it could not be saved."""
+        self._reserved -= 1
 
     def save(self, bundle: Bundle) -> Path:
         """Write a bundle; return its path.
@@ -96,7 +105,6 @@ class BundleFolder:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-        self._saved += 1
         return path
 
 

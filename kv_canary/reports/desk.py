@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kv_canary.backends import select_backend
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import Tag
+from kv_canary.output import logger, post
 from kv_canary.pools import BufferGroup
-from kv_canary.ratelimit import RateLimit
+from kv_canary.ratelimit import PER_MINUTE, RateLimit
 from kv_canary.reports.bundle import MOST_BUNDLES, MOST_ROWS, Bundle, BundleFolder, utc_now
 from kv_canary.reports.decode import Decoder
 from kv_canary.reports.incidents import Incident, IncidentBook, goes_on
@@ -23,13 +25,17 @@ if TYPE_CHECKING:
     from kv_canary.accounts import StepRecord
     from kv_canary.forward import ForwardRequest
 
-logger = logging.getLogger("kv_canary")
-
 # Positions on each side of a fault that its neighbourhood shows, and that a bundle's timeline shows.
 SIDE = 8
 TIMELINE_SIDE = 256
-# Incidents of one drain around which it looks where it saves none: each look waits for the device.
+# Incidents of one drain around which it looks where it saves none: each look waits for the device. And of a minute.
 MOST_LOOKS = 4
+LOOKS_PER_MINUTE = 32
+# Violation rows that are grouped at once, after a while without any; in a second; and in every drain in any case. The
+# rest of a storm is counted, and no more: grouping a row takes some ten microseconds of the engine's time.
+GROUPED_AT_ONCE = 1024
+GROUPED_PER_SECOND = 128
+GROUPED_ALWAYS = 16
 # Seconds between two lines about the same incident.
 INTERVAL = 10.0
 
@@ -56,7 +62,11 @@ class IncidentDesk:
     ) -> None:
         self._decoder, self._config, self._steps, self._summary = decoder, config, steps, summary
         self._book = IncidentBook(decoder, arrived=self._arrived)
-        self._limit = RateLimit(INTERVAL) if clock is None else RateLimit(INTERVAL, clock=clock)
+        self._clock = clock or time.monotonic
+        self._limit = RateLimit(INTERVAL, per_minute=PER_MINUTE, clock=self._clock)
+        self._looks = RateLimit(0, per_minute=LOOKS_PER_MINUTE, clock=self._clock)
+        # How many rows may be grouped, as of a time.
+        self._room, self._as_of = float(GROUPED_AT_ONCE), self._clock()
         self._bundles = None if config.bundles is None else BundleFolder(config.bundles)
 
     @property
@@ -77,39 +87,57 @@ class IncidentDesk:
         try:
             return self._take(rows, reports, total)
         except Exception:
-            logger.exception("kv-canary: grouping the reports failed; here they are one by one")
+            if self._limit.admit("grouping") is not None:
+                logger.exception("kv-canary: grouping the reports failed; here they are one by one")
             for report in reports:
-                logger.error("kv-canary: %s", report.sentence)
+                self._log(report.sentence, lambda report=report: report.sentence)
             return ()
 
     def _take(
         self, rows: Sequence[Sequence[int]], reports: Sequence[ViolationReport], total: int
     ) -> tuple[Incident, ...]:
-        news = self._book.take(rows)
-        incidents = tuple(self._book.incident(number) for number in news if self._book.knows(number))
-        new = [i for i in incidents if news[i.number] == "new"]
-        for incident in new[: self._config.max_reports_per_step]:
-            self._limit.admit(incident.number)
-            logger.error("kv-canary: %s", incident.sentence)
-        untold = sum(what == "new" for what in news.values()) - min(len(new), self._config.max_reports_per_step)
+        news = self._book.take(most_telling(rows, self._affordable(len(rows))))
+        known = [number for number in news if self._book.knows(number)]
+        new = [number for number in known if news[number] == "new"]
+        told = 0
+        for number in new[: self._config.max_reports_per_step]:
+            held = self._limit.admit(number)
+            if held is not None:
+                told += 1
+                more = f" ({held} lines of before were held back)" if held else ""
+                logger.error("kv-canary: %s%s", self._book.incident(number).sentence, more)
+        untold = sum(what == "new" for what in news.values()) - told
         if untold:
-            self._log("incidents", f"{untold} more incidents are not written out")
-        for incident in incidents:
-            if news[incident.number] != "new":
-                self._log(incident.number, goes_on(incident))
+            self._log("incidents", lambda: f"{untold} more incidents are not written out")
+        for number in known:
+            if news[number] != "new":
+                self._log(number, lambda number=number: goes_on(self._book.incident(number)))
         if total > len(reports):
-            self._log("violations", f"{total - len(reports)} more violations are not written out one by one")
-        for i, incident in enumerate(new):
+            self._log("violations", lambda: f"{total - len(reports)} more violations are not written out one by one")
+        for i, number in enumerate(new):
             saving = self._bundles is not None and not self._bundles.is_full
-            if saving or i < MOST_LOOKS:
-                self._look(incident, rows, saving=saving)
-        return tuple(self._book.incident(i.number) for i in incidents)
+            if (saving or i < MOST_LOOKS) and self._looks.admit("look") is not None:
+                self._look(self._book.incident(number), rows, saving=saving)
+        # Whoever raises wants all of them; nobody else looks at them now.
+        if self._config.mode != "raise":
+            return ()
+        return tuple(self._book.incident(number) for number in known)
 
-    def _log(self, key: int | str, text: str) -> None:
-        """Log a line, unless one of this key was logged just now."""
-        line = self._limit.line(key, text)
-        if line is not None:
-            logger.error("kv-canary: %s", line)
+    def _affordable(self, count: int) -> int:
+        """Return how many of `count` rows are to be grouped now."""
+        now = self._clock()
+        self._room = min(float(GROUPED_AT_ONCE), self._room + max(0.0, now - self._as_of) * GROUPED_PER_SECOND)
+        self._as_of = now
+        grouped = min(count, max(GROUPED_ALWAYS, int(self._room)))
+        self._room = max(0.0, self._room - grouped)
+        return grouped
+
+    def _log(self, key: int | str, text: Callable[[], str]) -> None:
+        """Log the line that `text` returns, unless one of this key was logged just now, or too many were."""
+        held = self._limit.admit(key)
+        if held is not None:
+            more = f" ({held} more like it were held back)" if held else ""
+            logger.error("kv-canary: %s%s", text(), more)
 
     def _look(self, incident: Incident, rows: Sequence[Sequence[int]], *, saving: bool) -> None:
         """Look around an incident and save it; what goes wrong is logged and goes no further."""
@@ -122,13 +150,14 @@ class IncidentDesk:
             logger.exception("kv-canary: looking around incident %d failed; the canary goes on", number)
         if not saving or self._bundles is None:
             return
+        bundles = self._bundles
         try:
-            path = self._bundles.save(self._bundle(self._book.incident(number), rows, timeline))
-            logger.warning("kv-canary: incident %d is saved: kv-canary report %s", number, path)
-            if self._bundles.is_full:
-                logger.warning("kv-canary: %d bundles are saved, no more will be", MOST_BUNDLES)
+            bundle = self._bundle(self._book.incident(number), rows, timeline)
         except Exception:
             logger.exception("kv-canary: incident %d could not be saved; the canary goes on", number)
+            return
+        bundles.reserve()
+        post(lambda: _save(bundles, bundle))
 
     def _bundle(self, incident: Incident, rows: Sequence[Sequence[int]], timeline: Neighbourhood | None) -> Bundle:
         positions, steps = (*incident.positions, *incident.followers), (incident.first_step, incident.last_step)
@@ -225,3 +254,30 @@ def _within(number: int, parts: Sequence[tuple[int, int]]) -> bool:
 
 def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def most_telling(rows: Sequence[Sequence[int]], count: int) -> Sequence[Sequence[int]]:
+    """Return up to `count` violation rows: first one of every kind (tag, reasons, row), then the rest, in order."""
+    if len(rows) <= count:
+        return rows
+    first: dict[tuple[int, int, int], int] = {}
+    for index, words in enumerate(rows):
+        first.setdefault((words[0], words[1], words[3]), index)
+    leading = sorted(first.values())[:count]
+    chosen = set(leading)
+    rest = (i for i in range(len(rows)) if i not in chosen)
+    return [rows[i] for i in sorted([*leading, *itertools.islice(rest, count - len(leading))])]
+
+
+def _save(bundles: BundleFolder, bundle: Bundle) -> None:
+    """Save a bundle and say where; what goes wrong is said and goes no further."""
+    number = bundle.incident.number
+    try:
+        path = bundles.save(bundle)
+    except Exception:
+        bundles.give_back()
+        logger.exception("kv-canary: incident %d could not be saved; the canary goes on", number)
+        return
+    logger.warning("kv-canary: incident %d is saved: kv-canary report %s", number, path)
+    if bundles.is_full:
+        logger.warning("kv-canary: %d bundles are saved, no more will be", MOST_BUNDLES)

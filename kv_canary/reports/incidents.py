@@ -16,6 +16,14 @@ from kv_canary.reports.report import ViolationReport, printable
 
 # Incidents that are remembered; beyond that, the one not seen for longest is forgotten, and would be new again.
 MOST_REMEMBERED = 128
+# Of one incident: names that are kept, names that are known again so that they are not counted twice, positions and
+# slots that are kept of each kind. Of all of them: places of damage that are known again.
+MOST_NAMES = 16
+MOST_KNOWN_NAMES = 1024
+MOST_PLACES = 4096
+MOST_DAMAGES = 1 << 16
+# Characters that are kept of a request's name, which a client may have chosen.
+_NAME_LENGTH = 256
 # Other slots of the same request and kind belong to an incident that was seen at most so many steps ago: a strided
 # canary takes that many steps to come round.
 GROWS_WITHIN = 64
@@ -33,7 +41,8 @@ class Incident:
         group: name of the buffer group.
         tags: the launches that found it.
         reasons: what was found.
-        requests: who reads or writes there; none where only a sweep has found it.
+        requests: who reads or writes there, the first MOST_NAMES; none where only a sweep has found it.
+        num_requests: how many those are; some may be counted again where they are more than MOST_KNOWN_NAMES.
         writer: who wrote the records that were found, or holds the slot that is written; None where it does not matter.
         positions: (first, last) of every run of positions.
         slots: likewise.
@@ -51,6 +60,7 @@ class Incident:
     tags: tuple[str, ...]
     reasons: tuple[str, ...]
     requests: tuple[str, ...]
+    num_requests: int = 0
     writer: str | None
     positions: Ranges
     slots: Ranges
@@ -83,12 +93,30 @@ class _Open:
     count: int = 0
     reasons: Reason = field(default_factory=lambda: Reason(0))
     tags: set[Tag] = field(default_factory=set)
-    requests: dict[str, None] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+    num_requests: int = 0
+    known_names: OrderedDict[str, None] = field(default_factory=OrderedDict)
     positions: set[int] = field(default_factory=set)
     slots: set[int] = field(default_factory=set)
     followers: set[int] = field(default_factory=set)
-    damages: set[int] = field(default_factory=set)
     neighbourhood: Neighbourhood | None = None
+
+    def add_request(self, name: str) -> None:
+        """Take in who reads or writes there."""
+        name = name[:_NAME_LENGTH]
+        if name in self.known_names:
+            self.known_names.move_to_end(name)
+            return
+        self.known_names[name] = None
+        if len(self.known_names) > MOST_KNOWN_NAMES:
+            self.known_names.popitem(last=False)
+        self.num_requests += 1
+        if len(self.requests) < MOST_NAMES:
+            self.requests.append(name)
+
+    def is_of(self, name: str | None) -> bool:
+        """Whether a request of this name reads or writes there; None: whether only sweeps do."""
+        return not self.num_requests if name is None else name[:_NAME_LENGTH] in self.known_names
 
 
 class IncidentBook:
@@ -103,6 +131,8 @@ class IncidentBook:
         self._decoder = decoder
         self._arrived = arrived
         self._open: OrderedDict[int, _Open] = OrderedDict()
+        # The incident that a place of damage was last found in.
+        self._damages: OrderedDict[int, int] = OrderedDict()
         self._last = 0
 
     def take(self, rows: Iterable[Sequence[int]]) -> dict[int, News]:
@@ -135,6 +165,7 @@ class IncidentBook:
             tags=tuple(t.name for t in sorted(opened.tags)),
             reasons=reason_names(opened.reasons),
             requests=tuple(opened.requests),
+            num_requests=opened.num_requests,
             writer=by_whom(record) if opened.kind[2] >= 0 and record is not None else None,
             positions=positions,
             slots=slots,
@@ -162,18 +193,21 @@ class IncidentBook:
 
     def _place(self, cluster: Cluster, step: int) -> tuple[_Open, News]:
         """Put a cluster into the incident that it belongs to, or make one."""
-        damages = {m.damage for m in cluster.members}
+        damages = [m.damage for m in cluster.members]
         name = self._name(cluster.row, step)
-        known = next((o for o in self._open.values() if o.damages & damages), None)
+        numbers = [self._damages.get(d, 0) for d in damages]
+        known = next((self._open[n] for n in numbers if n in self._open), None)
         opened = known or self._grown(cluster, name, step)
-        fresh: News = "new" if opened is None else "again" if damages <= opened.damages else "grows"
+        fresh: News = "new" if opened is None else "grows"
         if opened is None:
             opened = self._begin(cluster, step)
+        elif all(n == opened.number for n in numbers):
+            fresh = "again"
         follows = fresh != "new" and _is_behind(cluster, opened)
         opened.last_step = step
         opened.count += cluster.count
         if name is not None:
-            opened.requests[name] = None
+            opened.add_request(name)
         for members, places in (
             (cluster.members, opened.followers if follows else opened.positions),
             (cluster.followers, opened.followers),
@@ -181,10 +215,15 @@ class IncidentBook:
             for m in members:
                 opened.reasons |= m.reasons
                 opened.tags.update(m.tags)
-                places.add(m.position)
-        if not follows:
+                if len(places) < MOST_PLACES:
+                    places.add(m.position)
+        if not follows and len(opened.slots) < MOST_PLACES:
             opened.slots.update(m.slot for m in cluster.members)
-        opened.damages |= damages | {m.damage for m in cluster.followers}
+        for damage in (*damages, *(m.damage for m in cluster.followers)):
+            self._damages[damage] = opened.number
+            self._damages.move_to_end(damage)
+        while len(self._damages) > MOST_DAMAGES:
+            self._damages.popitem(last=False)
         self._open.move_to_end(opened.number)
         if len(self._open) > MOST_REMEMBERED:
             self._open.popitem(last=False)
@@ -222,8 +261,7 @@ class IncidentBook:
         for opened in reversed(self._open.values()):
             if step - opened.last_step > GROWS_WITHIN or opened.kind[0] != cluster.kind[0]:
                 continue
-            theirs = name in opened.requests if name is not None else not opened.requests
-            if theirs and (opened.kind == cluster.kind or _is_behind(cluster, opened)):
+            if opened.is_of(name) and (opened.kind == cluster.kind or _is_behind(cluster, opened)):
                 return opened
         return None
 
@@ -265,23 +303,24 @@ def goes_on(incident: Incident) -> str:
     return f"{text}: {' + '.join(incident.reasons)}. Likely: {incident.cause}."
 
 
-def requests_text(names: Sequence[str], *, most: int = 4) -> str:
-    """Return "request a", "requests a, b", "the sweep" where there is none."""
+def requests_text(names: Sequence[str], *, count: int | None = None, most: int = 4) -> str:
+    """Return "request a", "requests a, b", "the sweep" where there is none; `count` of them, some without a name."""
     if not names:
         return "the sweep"
     if len(names) == 1:
         return names[0] if names[0].startswith("row ") else f"request {printable(names[0])}"
-    more = f" and {len(names) - most} more" if len(names) > most else ""
+    count = max(len(names), count or 0)
+    more = f" and {count - min(len(names), most)} more" if count > most else ""
     return f"requests {', '.join(map(printable, names[:most]))}{more}"
 
 
 def _sentence(opened: _Open, positions: Ranges, slots: Ranges, followers: Ranges) -> str:
     first = opened.first
     writing = is_write(opened.leading.words)
-    names = list(opened.requests)
+    names = opened.requests
     verb = "write" if writing else "read"
     text = f"incident {opened.number}: step {opened.first_step} {' + '.join(t.name for t in sorted(opened.tags))}: "
-    text += f"{requests_text(names)} {verb}{'s' if len(names) < 2 else ''} {ranges_text('position', positions)} in "
+    text += f"{requests_text(names, count=opened.num_requests)} {verb}{'s' if len(names) < 2 else ''} {ranges_text('position', positions)} in "
     text += f"{ranges_text('slot', slots)} of {opened.group}: {' + '.join(reason_names(opened.reasons))}"
     text += f" ({opened.count} violations)." if opened.count > 1 else "."
     if followers:

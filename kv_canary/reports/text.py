@@ -80,7 +80,7 @@ def _facts(bundle: Bundle) -> Table:
     )
     known = {k: v for k, v in bundle.versions.items() if v is not None}
     for name, value in (
-        ("who", requests_text(incident.requests)),
+        ("who", requests_text(incident.requests, count=incident.num_requests)),
         ("where", f"{ranges_text('position', incident.positions)}; {ranges_text('slot', incident.slots)}"),
         ("group", incident.group),
         ("reasons", " + ".join(incident.reasons)),

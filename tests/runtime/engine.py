@@ -60,6 +60,8 @@ class Engine:
             rows=self.rows,
             on_report=self.on_report,
         )
+        # A test is to see the canary's own failures, in log mode too.
+        self.manager.guard.contains = False
         self.forward = self.manager.forward()
         self.tables = {g.name: torch.zeros(MAX_ROWS, MAX_LEN, dtype=torch.int32) for g in self.groups}
         self.next_slot: dict[Any, int] = {}

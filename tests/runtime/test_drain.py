@@ -164,7 +164,8 @@ def test_an_on_report_that_raises_is_logged_and_goes_no_further(caplog: pytest.L
     engine.manager.flush()
     # Both were handed on, once each, though the first call already raised.
     assert calls == [1, 4]
-    assert caplog.text.count("raised; the canary goes on") == 2
+    assert caplog.text.count("on_report failed. Further failures of this kind are counted") == 1
+    assert list(engine.manager.summary().failures.values()) == [2]
     assert "the disk is full" in caplog.text
     assert engine.manager.summary().violations == len(engine.manager.reports) == 2
 
@@ -226,6 +227,11 @@ def test_the_summary_is_ready_for_json() -> None:
         "reasons": {"K": 1},
         "launches": {"HEAD_FULL": 2, "TAIL_FULL": 4},
         "stride": 1,
+        "incomplete": {},
+        "skipped": 0,
+        "unverified": 0,
+        "failures": {},
+        "dropped": engine.manager.summary().dropped,
     }
     assert reports[0].as_dict()["reasons"] == ("K",)
     assert reports[0].as_dict()["record"]["position"] == 1

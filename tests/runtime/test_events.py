@@ -24,6 +24,12 @@ from .engine import full_engine
 from .test_observers import Clock, facts, flip, rank_report
 
 
+@pytest.fixture(autouse=True)
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let lines be written where they are told: how they reach the output thread is for test_output.py."""
+    monkeypatch.setattr("kv_canary.observers.events.post", lambda work: work())
+
+
 def events(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a file, each of which must be a whole line."""
     text = path.read_text()

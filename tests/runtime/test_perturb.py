@@ -61,6 +61,8 @@ class Perturbed(Engine):
             perturb=perturb,
             cached=self.cached,
         )
+        # The canary's own failures are to be seen here, in log mode too.
+        self.manager.guard.contains = False
         self.forward = self.manager.forward()
         self.group = self.groups[-1]
         self.asked = 0

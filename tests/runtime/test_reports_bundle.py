@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 import kv_canary as kc
+from kv_canary import output
 from kv_canary.reports import bundle as bundles
 from kv_canary.reports.bundle import FORMAT, Bundle, read_bundle
 from kv_canary.reports.picture import layout, page
@@ -50,6 +51,7 @@ def damaged_engine(folder: Path, **options: Any) -> Engine:
 def saved(tmp_path: Path) -> list[Path]:
     engine = damaged_engine(tmp_path / "deep" / "folder")
     engine.manager.flush()
+    assert output.drain()
     return sorted((tmp_path / "deep" / "folder").iterdir())
 
 
@@ -60,12 +62,14 @@ def the(saved: list[Path], reason: str) -> Bundle:
 def test_each_new_incident_is_one_file_that_reads_back_as_it_was(tmp_path: Path) -> None:
     engine = damaged_engine(tmp_path)
     engine.manager.flush()
+    assert output.drain()
     files = sorted(tmp_path.iterdir())
     known = engine.manager.accounts.incidents
     assert [read_bundle(f).incident for f in files] == known
     assert len(known) == 3
     engine.step((engine.requests[NASTY], 1))
     engine.manager.flush()
+    assert output.drain()
     # It goes on, and is not saved again.
     assert sorted(tmp_path.iterdir()) == files
     assert engine.manager.accounts.incidents[0].count > known[0].count
@@ -104,6 +108,7 @@ def test_a_run_saves_only_so_many(
     monkeypatch.setattr(bundles, "MOST_BUNDLES", 2)
     engine = damaged_engine(tmp_path)
     engine.manager.flush()
+    assert output.drain()
     assert len(list(tmp_path.iterdir())) == 2
     assert len(engine.manager.accounts.incidents) == 3
     assert "bundles are saved, no more will be" in caplog.text
@@ -113,6 +118,7 @@ def test_a_folder_that_cannot_be_written_to_stops_nothing(tmp_path: Path, caplog
     (tmp_path / "file").write_text("")
     engine = damaged_engine(tmp_path / "file" / "folder")
     engine.manager.flush()
+    assert output.drain()
     assert "incident 1 could not be saved; the canary goes on" in caplog.text
     assert engine.manager.summary().violations == 8
     engine.step((engine.requests["b"], 1))
@@ -127,6 +133,7 @@ def test_a_failed_write_leaves_nothing_behind(
     engine = damaged_engine(tmp_path)
     monkeypatch.setattr(bundles.os, "replace", full)
     engine.manager.flush()
+    assert output.drain()
     assert list(tmp_path.iterdir()) == []
     assert "no space left on device" in caplog.text
 
@@ -139,6 +146,7 @@ def test_raise_mode_saves_before_it_raises(tmp_path: Path) -> None:
     engine.step((a, 1))
     with pytest.raises(kc.CanaryViolationError):
         engine.manager.flush()
+    assert output.drain()
     assert [read_bundle(f).incident.count for f in tmp_path.iterdir()] == [1]
 
 

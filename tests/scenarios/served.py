@@ -43,6 +43,8 @@ class ServedEngine(GuardedEngine):
         self.manager = CanaryManager(
             groups, limits=limits, config=config, rows=Serials(2), on_report=self.life.reports.append
         )
+        # The canary's own failures are to be seen here, in log mode too.
+        self.manager.guard.contains = False
 
     @property
     def current_step(self) -> int:

@@ -1,0 +1,98 @@
+"""What keeps the canary's own failures from the engine: they are counted, said once and shown, and go no further."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import TracebackType
+
+import torch
+
+from kv_canary.output import logger
+from kv_canary.reports.report import CanaryViolationError
+
+# Kinds of failures that are told apart; what comes beyond is counted together.
+MOST_KINDS = 64
+
+
+class Guard:
+    """Contains what goes wrong inside the canary.
+
+    In log mode nothing leaves it but what ends a thread or a process (KeyboardInterrupt, SystemExit). In raise mode,
+    where a run is to fail rather than go on unwatched, failures leave it as they are, and findings at the places that
+    raise them.
+
+    Args:
+        contains: whether failures are contained; not so in raise mode. Tests and campaigns, which are to see them, set
+            the attribute of this name.
+    """
+
+    def __init__(self, *, contains: bool) -> None:
+        self.contains = contains
+        # By part and kind of exception.
+        self.failures: Counter[str] = Counter()
+        # Whether the canary itself has failed since `take_touched`.
+        self.touched = False
+
+    def contain(self, part: str) -> Contained:
+        """Return a context for a part of the canary: its failures go no further, in log mode.
+
+        Whatever mode the engine is in, inference mode is off inside: what is allocated there can be changed anywhere.
+
+        Args:
+            part: what is being done, for the log and the summary: "HEAD of forward target".
+        """
+        return Contained(self, part)
+
+    def failed(self, part: str, error: Exception, *, own: bool = True) -> None:
+        """Take in that a part of the canary has failed: count it, and say so once for each part and kind.
+
+        Args:
+            part: what was being done.
+            error: what it raised.
+            own: whether it is the canary's; a callback that raises leaves nothing unverified.
+        """
+        self.touched |= own
+        kind = f"{part}: {type(error).__name__}"
+        if kind not in self.failures and len(self.failures) >= MOST_KINDS:
+            kind = "others"
+        self.failures[kind] += 1
+        if self.failures[kind] == 1:
+            meaning = "; the engine goes on, and what was not recorded counts as unverified" if own else ""
+            logger.error(
+                "kv-canary: %s failed%s. Further failures of this kind are counted, see summary().failures",
+                part,
+                meaning,
+                exc_info=error,
+            )
+
+    def take_touched(self) -> bool:
+        """Return whether something has failed since the last call."""
+        touched, self.touched = self.touched, False
+        return touched
+
+
+class Contained:
+    """The context of one part; `failed` says afterwards whether it was cut short."""
+
+    __slots__ = ("_guard", "_mode", "_part", "failed")
+
+    def __init__(self, guard: Guard, part: str) -> None:
+        self._guard, self._part = guard, part
+        self._mode = torch.inference_mode(False)
+        self.failed = False
+
+    def __enter__(self) -> Contained:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._mode.__exit__(kind, error, trace)
+        if error is None:
+            return False
+        self.failed = True
+        if not isinstance(error, Exception) or isinstance(error, CanaryViolationError) or not self._guard.contains:
+            return False
+        self._guard.failed(self._part, error)
+        return True

@@ -1,0 +1,224 @@
+"""Slots of which the records say nothing, because a forward was given up or the canary itself has failed.
+
+Two things are known of a slot, a bit each. In DOUBT are bytes that a forward may have overwritten before it was given
+up: a freed slot among them may have changed, which is no fault. A GAP is a slot that was written, freed or copied while
+the canary could not record it: its record is dropped, and who relies on it next has it taken in anew, from its own
+tokens and the bytes that lie there then. That is counted, and says nothing of what befell the slot before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kv_canary import ops
+from kv_canary.constants import UNCHECKED
+from kv_canary.host import send
+from kv_canary.pools import BufferGroup, KvPool
+from kv_canary.specs.structures import VerifyPlan, WritePlan
+from kv_canary.state import anchor_of
+from kv_canary.sweep import CachedSlots
+from kv_canary.transfer import write_aside
+
+if TYPE_CHECKING:
+    from kv_canary.forward import ForwardRequest
+    from kv_canary.manager import CanaryManager
+
+_DOUBT, _GAP = 1, 2
+# Who a row was looked through for, as of which marking, and how many of its positions need no second look.
+_Look = tuple[int, int, int, int]
+
+
+class Unverified:
+    """The marks of every pool, one byte a slot, and what takes slots in again. Nothing is launched where none is set.
+
+    Args:
+        manager: the canary.
+    """
+
+    def __init__(self, manager: CanaryManager) -> None:
+        self._manager = manager
+        self._marks = {
+            pool: torch.zeros(len(pool.records), dtype=torch.uint8, device=manager.device) for pool in manager.pools
+        }
+        # Where any bit, or any GAP, may be set; and where all slots are to be marked, because marking some has failed.
+        self._marked: set[KvPool] = set()
+        self._gaps: set[KvPool] = set()
+        self._owed: set[KvPool] = set()
+        self._markings = 0
+        self._looks: dict[str, dict[int, _Look]] = {}
+        # Positions that were taken in anew.
+        self.taken_in = 0
+
+    def doubt(self, pool: KvPool, slots: torch.Tensor) -> None:
+        """Take in that int64 `slots` may have been overwritten by a forward that was given up."""
+        marks, slots = self._marks[pool], self._inside(pool, slots)
+        marks[slots] |= _DOUBT
+        self._marked.add(pool)
+
+    def forget(self, pool: KvPool, slots: torch.Tensor) -> None:
+        """Drop the records of int64 `slots`, and mark them as gaps. Never raises: else, all slots of the pool are.
+
+        To be called on the stream of the forwards.
+        """
+        self._marked.add(pool)
+        self._gaps.add(pool)
+        self._markings += 1
+        try:
+            slots = self._inside(pool, slots.to(pool.records.device, torch.int64))
+            for records in pool.buffers:
+                records[slots] = 0
+            self._marks[pool][slots] = _GAP
+        except Exception:
+            self._owed.add(pool)
+
+    def forget_all(self, pool: KvPool) -> None:
+        """Drop every record of a pool, and mark all of its slots as gaps, before the next forward."""
+        self._owed.add(pool)
+
+    def settle_debts(self) -> None:
+        """Mark what could not be marked when it should have been; a forward must not begin before that."""
+        for pool in list(self._owed):
+            for records in pool.buffers:
+                records.zero_()
+            self._marks[pool].fill_(_GAP)
+            self._marked.add(pool)
+            self._gaps.add(pool)
+            self._markings += 1
+            self._owed.discard(pool)
+
+    def clear(self) -> None:
+        """Take in that the engine emptied its cache: no slot holds anything."""
+        for pool in self._marked:
+            self._marks[pool].zero_()
+        self._marked.clear()
+        self._gaps.clear()
+
+    def written(self, pool: KvPool, slots: torch.Tensor) -> None:
+        """Take in that int64 `slots` have new records."""
+        if pool in self._marked:
+            self._marks[pool][self._inside(pool, slots)] = 0
+
+    def moved(self, pool: KvPool, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Take in that the content of int64 `src`, and its records, now lie in `dst` too."""
+        if pool in self._marked:
+            marks = self._marks[pool]
+            marks[self._inside(pool, dst)] = marks[self._inside(pool, src)]
+            if pool in self._gaps:
+                self._markings += 1
+
+    def tidy(self) -> None:
+        """Look whether any mark is left; waits for the device where there were any."""
+        for pool in list(self._marked):
+            marks = self._marks[pool]
+            if not bool((marks & _GAP).any()):
+                self._gaps.discard(pool)
+            if not bool(marks.any()):
+                self._marked.discard(pool)
+
+    def settled(self, pool: KvPool) -> torch.Tensor | None:
+        """Return bool [slots] of the engine's slots whose bytes are as recorded for all we know; None: all are."""
+        return self._marks[pool][: pool.num_slots] == 0 if pool in self._marked else None
+
+    def without_gaps(self, pool: KvPool, cached: CachedSlots) -> CachedSlots:
+        """Return what the prefix cache holds less the slots that have no record."""
+        if pool not in self._gaps:
+            return cached
+        gaps = (self._marks[pool] & _GAP) != 0
+        slots, previous = (x.to(gaps.device) for x in (cached.slots, cached.previous))
+        keep = ~gaps[self._inside(pool, slots)]
+        broken = (previous > 0) & gaps[self._inside(pool, previous)]
+        return CachedSlots(
+            group=cached.group,
+            slots=slots[keep],
+            positions=cached.positions.to(gaps.device)[keep],
+            previous=torch.where(broken, UNCHECKED, previous)[keep],
+        )
+
+    def take_in(self, group: BufferGroup, table: torch.Tensor, requests: Sequence[ForwardRequest]) -> None:
+        """Record anew what `requests` are about to read in slots that are gaps. Outside any graph.
+
+        Waits for the device where a request comes with positions that nobody has looked at since the last marking;
+        rows that go on from where they were cost nothing.
+
+        Raises:
+            ValueError: a request does not give the tokens of its prefix.
+        """
+        if group.pool not in self._gaps:
+            return
+        looks = self._looks.setdefault(group.name, {})
+        new = [r for r in requests if r.prefix_len - r.pending > 0 and not self._has_seen(looks.get(r.row), r)]
+        if new:
+            self._take_in(group, table, new)
+        for r in requests:
+            looks[r.row] = (r.owner, r.identity, self._markings, r.prefix_len + r.extend_len)
+
+    def _has_seen(self, look: _Look | None, request: ForwardRequest) -> bool:
+        return (
+            look is not None
+            and look[:3] == (request.owner, request.identity, self._markings)
+            and (request.prefix_len <= look[3])
+        )
+
+    def _take_in(self, group: BufferGroup, table: torch.Tensor, requests: Sequence[ForwardRequest]) -> None:
+        device, pool = self._manager.device, group.pool
+        there = [r.prefix_len - r.pending for r in requests]
+        plan = VerifyPlan.allocate(verify_cap=max(1, sum(there)), device=device)
+        rows, prefixes, extends = send(device, [r.row for r in requests], there, [r.pending + 1 for r in requests])
+        ops.plan(
+            rows=rows,
+            prefix_lens=prefixes,
+            extend_lens=extends if any(r.pending for r in requests) else torch.zeros_like(prefixes),
+            req_to_token=table,
+            window=group.window,
+            # As HEAD plans it.
+            after_write=any(r.pending for r in requests),
+            lut=group.lut,
+            verify_plan=plan,
+            write_plan=WritePlan.allocate(write_cap=len(requests), device=device),
+            status=torch.zeros(1, dtype=torch.int32, device=device),
+            backend=self._manager.backend,
+        )
+        valid = torch.arange(len(plan.slots), device=device) < plan.num_valid
+        slots = torch.where(valid, self._inside(pool, plan.slots), 0)
+        gaps = ((self._marks[pool][slots] & _GAP) != 0).nonzero().view(-1)
+        if not len(gaps):
+            return
+        slots, positions, rows = slots[gaps], plan.positions[gaps], plan.rows[gaps].to(torch.int64)
+        for request in requests:
+            mine = (rows == request.row).nonzero().view(-1)
+            if len(mine):
+                self._record(group, request, slots[mine], positions[mine])
+        self._marks[pool][slots] = 0
+
+    def _record(
+        self, group: BufferGroup, request: ForwardRequest, slots: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Record a request's own tokens at `positions`, with the bytes that lie in `slots`."""
+        manager, end = self._manager, int(positions.max()) + 1
+        tokens = list(request.tokens(group.token_offset, end + group.token_offset))
+        if len(tokens) != end:
+            raise ValueError(
+                f"kv-canary: request {request.request_id}: tokens of its prefix must be {end}, got {len(tokens)}"
+            )
+        (own,) = send(manager.device, tokens)
+        out_slots = torch.zeros_like(own)
+        out_slots[positions] = slots
+        tags = [group.tail_tag] if group.pool.head_records is None else [group.head_tag, group.tail_tag]
+        for tag in tags:
+            write_aside(
+                manager,
+                manager.endpoint(group, tag, with_bytes=True),
+                tokens=own,
+                positions=torch.arange(end, device=manager.device),
+                slots=out_slots,
+                chain=anchor_of(request.identity),
+                owner=request.owner,
+            )
+        self.taken_in += len(slots)
+
+    def _inside(self, pool: KvPool, slots: torch.Tensor) -> torch.Tensor:
+        """Return `slots` with 0, which has no record, for what the pool does not have."""
+        return torch.where((slots > 0) & (slots < len(pool.records)), slots, 0)
