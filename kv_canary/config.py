@@ -108,7 +108,7 @@ class CanaryConfig:
                 raise ValueError(must_be("CanaryConfig", name, f"at least {low}", str(value)))
         if self.metrics_port > 65535:
             raise ValueError(must_be("CanaryConfig", "metrics_port", "at most 65535", str(self.metrics_port)))
-        if not _is_address(self.metrics_address):
+        if not is_address(self.metrics_address):
             expected = "an IP address of this host, or 0.0.0.0 or :: for all of them"
             raise ValueError(must_be("CanaryConfig", "metrics_address", expected, repr(self.metrics_address)))
         if not 0 <= self.token_table_share <= 1:
@@ -178,7 +178,8 @@ def read_settings(
     return settings
 
 
-def _is_address(text: Any) -> bool:
+def is_address(text: str) -> bool:
+    """Whether `text` is an IP address."""
     try:
         ipaddress.ip_address(text)
     except ValueError:

@@ -15,7 +15,8 @@ def observers_of(config: CanaryConfig) -> list[Observer]:
 
     Raises:
         ModuleNotFoundError: `metrics_port` is set and prometheus-client is not installed.
-        ValueError: the port of `metrics_port` is taken, or the file of `event_log` cannot be appended to.
+        ValueError: the port of `metrics_port` is taken, or there is no such `metrics_address` here, or the file of
+            `event_log` cannot be appended to.
     """
     observers: list[Observer] = [HealthCheck(), OverflowWarner()]
     if config.stats_every:
@@ -34,5 +35,5 @@ def observers_of(config: CanaryConfig) -> list[Observer]:
         from kv_canary.observers.metrics import PrometheusMetrics
 
         # The last one: it holds a port, which nothing after it may leave taken.
-        observers.append(PrometheusMetrics(port=config.metrics_port))
+        observers.append(PrometheusMetrics(port=config.metrics_port, address=config.metrics_address))
     return observers

@@ -7,6 +7,7 @@ they are scraped, from totals: nothing is lost between two scrapes, and nothing 
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from kv_canary.constants import Status, Tag
 from kv_canary.errors import must_be
 from kv_canary.observers.base import Observer, StepFacts
-from kv_canary.observers.metrics_server import MetricsServer
+from kv_canary.observers.metrics_server import ADDRESS, MetricsServer
 from kv_canary.observers.overflow import names_of
 
 if TYPE_CHECKING:
@@ -215,16 +216,25 @@ class PrometheusMetrics(Observer):
     Args:
         registry: where they are collected; None: prometheus_client's own, which an engine may serve already.
         labels: more labels, such as the model or the rank. Without a `canary` among them, it gets a number.
-        port: also serve the registry by HTTP on this port, at every address of the host; 0: not. Canaries of one
-            process may share a port, and then a registry.
+        port: also serve the registry by HTTP on this port; 0: not. Canaries of one process may share a port, and then
+            a registry and an address.
+        address: IP address of this host that the port belongs to; 0.0.0.0 or :: for all of its addresses.
+
+    A process that is forked off serves nothing of its parent's; closed there, this changes nothing in the parent.
 
     Raises:
         ModuleNotFoundError: prometheus-client is not installed.
-        ValueError: a label cannot be used, or these labels are another canary's; or another process has the port.
+        ValueError: a label cannot be used, or these labels are another canary's; or the port is taken, or cannot be
+            had at the address.
     """
 
     def __init__(
-        self, registry: CollectorRegistry | None = None, *, labels: Mapping[str, str] | None = None, port: int = 0
+        self,
+        registry: CollectorRegistry | None = None,
+        *,
+        labels: Mapping[str, str] | None = None,
+        port: int = 0,
+        address: str = ADDRESS,
     ) -> None:
         _check_installed()
         for label in labels or {}:
@@ -234,7 +244,7 @@ class PrometheusMetrics(Observer):
         self._totals = _Totals()
         self._lock = threading.Lock()
         # Before anything is registered: this may be refused.
-        self._server = MetricsServer.on(port, registry) if port else None
+        self._server = MetricsServer.on(port, registry, address=address) if port else None
         self._board = _Board.of(registry if self._server is None else self._server.registry)
         try:
             self._labels = self._board.add(self, dict(labels or {}))
@@ -317,6 +327,12 @@ class _Board:
             self._canaries[canary] = labels
             return labels
 
+    def renew_locks(self) -> None:
+        """Replace the locks, the canaries' too, whoever holds them."""
+        self._lock = threading.Lock()
+        for canary in self._canaries:
+            canary._lock = threading.Lock()
+
     def remove(self, canary: PrometheusMetrics) -> None:
         """Show a canary's metrics no more."""
         with self._lock:
@@ -342,6 +358,17 @@ class _Board:
 
 _making = threading.Lock()
 _boards: weakref.WeakKeyDictionary[CollectorRegistry, _Board] = weakref.WeakKeyDictionary()
+
+
+def _in_child() -> None:
+    """Wait for no lock that another thread held when this process was forked off."""
+    global _making
+    _making = threading.Lock()
+    for board in _boards.values():
+        board.renew_locks()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _check_installed() -> None:

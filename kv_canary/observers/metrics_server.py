@@ -1,14 +1,23 @@
-"""An HTTP server of Prometheus metrics, shared by the canaries of one process."""
+"""The HTTP servers of Prometheus metrics, each shared by canaries of this process."""
 
 from __future__ import annotations
 
+import errno
+import ipaddress
+import os
+import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from kv_canary.config import is_address
 from kv_canary.errors import must_be
+from kv_canary.observers.metrics_http import HttpServer, listen
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+
+# The address of every server for which no other is asked.
+ADDRESS = "127.0.0.1"
 
 _starting = threading.Lock()
 _servers: dict[int, MetricsServer] = {}
@@ -17,35 +26,42 @@ _servers: dict[int, MetricsServer] = {}
 class MetricsServer:
     """A server of one registry on one port, for as long as somebody uses it; see `on`."""
 
-    def __init__(self, port: int, registry: CollectorRegistry) -> None:
-        self.registry = registry
+    def __init__(self, port: int, registry: CollectorRegistry, *, address: str) -> None:
+        import prometheus_client
+
+        self.registry, self.address = registry, address
         self._port, self._users = port, 0
-        self._http = _listen(port, registry)
-        # How long stopping may take: it is looked for this often.
-        options = {"poll_interval": 0.1}
-        name = f"kv-canary-metrics-{port}"
-        self._thread = threading.Thread(target=self._http.serve_forever, kwargs=options, name=name, daemon=True)
-        self._thread.start()
+        # Only this process serves. A child that was forked has this object, and neither the thread nor the sockets.
+        self._pid = os.getpid()
+        self._http = HttpServer(_listen(address, port), prometheus_client.make_wsgi_app(registry))
 
     @classmethod
-    def on(cls, port: int, registry: CollectorRegistry | None) -> MetricsServer:
+    def on(cls, port: int, registry: CollectorRegistry | None, *, address: str = ADDRESS) -> MetricsServer:
         """Return the server on a port, started if need be, with one more user.
 
         Args:
-            port: at every address of the host.
+            port: of the address.
             registry: what it serves; None: what it serves already, or a registry of its own. What an engine's registry
                 holds is the engine's to serve.
+            address: IP address of this host; 0.0.0.0 or :: for all of its addresses.
 
         Raises:
-            ValueError: another process has the port; or it serves another registry.
+            ValueError: the port is taken there, or nobody can listen at the address; or the port serves another
+                registry, or at another address.
         """
         import prometheus_client
 
+        if not is_address(address):
+            expected = "an IP address of this host, or 0.0.0.0 or :: for all of them"
+            raise ValueError(must_be("PrometheusMetrics", "address", expected, repr(address)))
         with _starting:
             server = _servers.get(port)
             if server is None:
                 registry = prometheus_client.CollectorRegistry() if registry is None else registry
-                server = _servers[port] = cls(port, registry)
+                server = _servers[port] = cls(port, registry, address=address)
+            elif ipaddress.ip_address(address) != ipaddress.ip_address(server.address):
+                expected = f"{server.address}, where port {port} is served already"
+                raise ValueError(must_be("PrometheusMetrics", "address", expected, address))
             elif registry is not None and registry is not server.registry:
                 expected = f"the one that port {port} serves already"
                 raise ValueError(must_be("PrometheusMetrics", "registry", expected, "another"))
@@ -53,35 +69,43 @@ class MetricsServer:
             return server
 
     def release(self) -> None:
-        """Stop, if that was the last user."""
+        """Stop, if that was the last user; in a child that was forked, do nothing: the server is its parent's."""
+        if os.getpid() != self._pid:
+            return
         with _starting:
             self._users -= 1
             if self._users:
                 return
-            del _servers[self._port]
-            self._http.shutdown()
-            self._http.server_close()
-            self._thread.join()
+            try:
+                self._http.stop()
+            finally:
+                # Not before: a child that is forked meanwhile closes what it finds here.
+                del _servers[self._port]
 
 
-def _listen(port: int, registry: CollectorRegistry) -> Any:
-    """Return an HTTP server that listens on a port and serves the registry."""
-    from socketserver import ThreadingMixIn
-    from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+def _in_child() -> None:
+    """Leave the parent its servers, and wait for no lock that one of its threads held."""
+    global _starting
+    _starting = threading.Lock()
+    for server in _servers.values():
+        server._http.forget()
+    _servers.clear()
 
-    from prometheus_client import make_wsgi_app
 
-    class Server(ThreadingMixIn, WSGIServer):
-        daemon_threads = True
-        # Some Pythons let two processes listen on one port, and either would answer.
-        allow_reuse_port = False
+os.register_at_fork(after_in_child=_in_child)
 
-    class Silent(WSGIRequestHandler):
-        def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing: scrapes are no news."""
 
+def cannot_listen(address: str, port: int, error: OSError) -> ValueError:
+    """Return the complaint about a setting that keeps a server from listening."""
+    if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+        expected = "an address of this host, or 0.0.0.0 for all of them (KV_CANARY_METRICS_ADDRESS)"
+        return ValueError(must_be("CanaryConfig", "metrics_address", expected, f"{address}: {error.strerror}"))
+    expected = "a port that is free here, another one for every process (KV_CANARY_METRICS_PORT)"
+    return ValueError(must_be("CanaryConfig", "metrics_port", expected, f"{port} at {address}: {error.strerror}"))
+
+
+def _listen(address: str, port: int) -> socket.socket:
     try:
-        return make_server("", port, make_wsgi_app(registry), Server, handler_class=Silent)
+        return listen(address, port)
     except OSError as error:
-        expected = "a port that is free here, another one for every process (KV_CANARY_METRICS_PORT)"
-        raise ValueError(must_be("CanaryConfig", "metrics_port", expected, f"{port}: {error.strerror}")) from error
+        raise cannot_listen(address, port, error) from error

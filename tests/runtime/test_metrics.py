@@ -228,7 +228,7 @@ def test_a_port_that_another_process_has_is_refused_by_name(port: int) -> None:
         other.listen()
         with pytest.raises(ValueError, match="kv-canary: CanaryConfig: metrics_port must be a port that is free") as it:
             full_engine(metrics_port=port)
-    assert f"got {port}: Address already in use" in str(it.value)
+    assert f"got {port} at 127.0.0.1: Address already in use" in str(it.value)
     assert "KV_CANARY_METRICS_PORT" in str(it.value)
 
 
