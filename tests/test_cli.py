@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,9 @@ import torch
 from click.testing import CliRunner
 
 import kv_canary as kc
+from kv_canary import output
 from kv_canary.cli import main
-from kv_canary.commands import checkup
+from kv_canary.commands import checkup, places
 from kv_canary.commands.checkup import Checkup, check_up
 from kv_canary.commands.probe import probe, probe_apart
 from kv_canary.engines.sglang import hooks
@@ -100,6 +104,7 @@ def bundle(tmp_path: Path) -> Path:
             k[:, slots] = 7
         k[:, 4] = 8
     canary.flush()
+    assert output.drain()
     (path,) = tmp_path.iterdir()
     return path
 
@@ -208,7 +213,24 @@ def test_doctor_finds_all_well_and_says_what_is_covered(monkeypatch: pytest.Monk
         ({"READ_BITES": "3"}, "did you mean KV_CANARY_READ_BYTES?"),
         ({"QUARANTINE": "1"}, "quarantine must be off where"),
         ({"BUNDLES": "/proc/version/x"}, "bundles: /proc/version/x must be a folder that can be written to"),
-        ({"EVENT_LOG": "/proc/version/x.jsonl"}, "event_log: /proc/version must be a folder"),
+        ({"BUNDLES": "/proc/x"}, "in /proc: name a folder that this user (uid "),
+        ({"EVENT_LOG": "/proc/version/x.jsonl"}, "must be a file that can be appended to, got Not a directory in"),
+        ({"EVENT_LOG": "/nope/x.jsonl"}, "got no folder /nope: mkdir -p /nope, or name another file"),
+        ({"EVENT_LOG": "/proc/x.jsonl"}, "in /proc: name a file in a folder that this user"),
+        # A file that is there, and that nobody can write to.
+        ({"EVENT_LOG": "/proc/version"}, "event_log: /proc/version must be a file that can be appended to, got "),
+        ({"EVENT_LOG": "/tmp"}, "got a folder: name a file in it, such as /tmp/kv-canary.jsonl"),
+        ({"SHADOW_EVRY": "3"}, "KV_CANARY_SHADOW_EVRY must be a known setting, got an unknown one (did you mean"),
+        ({"SHADOW_EVRY": "3"}, "did you mean KV_CANARY_SHADOW_EVERY?"),
+        ({"SHADOW_EVERY": "0"}, "every must be at least 1, got 0"),
+        ({"PERTURB_MODE": "req_to_token", "PERTURB_WARMUP": "3"}, "did you mean KV_CANARY_PERTURB_WARM_UP?"),
+        ({"PERTURB_MODE": "explode"}, "PerturbConfig: mode must be one of 'req_to_token', "),
+        ({"PERTURB_SEED": "3"}, "KV_CANARY_PERTURB_MODE must be given with seed"),
+        ({"METRICS_ADDRESS": "localhost"}, "metrics_address must be an IP address of this host, or 0.0.0.0"),
+        (
+            {"METRICS_PORT": "9400", "METRICS_ADDRESS": "192.0.2.1"},
+            "got 192.0.2.1: Cannot assign requested address: `ip",
+        ),
     ],
 )
 def test_doctor_says_what_is_missing_that_was_asked_for(asked: dict[str, Any], words: str) -> None:
@@ -218,9 +240,87 @@ def test_doctor_says_what_is_missing_that_was_asked_for(asked: dict[str, Any], w
 
 @pytest.mark.usefixtures("no_processes")
 def test_doctor_tells_every_error_of_the_configuration() -> None:
-    found = doctor(READ_BYTES="many", STRIDES="3", MODE="log")
-    assert len(found.problems) == 2
+    found = doctor(READ_BYTES="many", STRIDES="3", MODE="log", SHADOW_EVRY="3", PERTURB_MODE="explode")
+    assert len(found.problems) == 4
     assert found.config is None
+    # What is in order is looked at all the same.
+    assert len(doctor(EVENT_LOG="/nope/x.jsonl", BUNDLES="/proc/x", PERTURB_MODE="explode").problems) == 3
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_doctor_tries_what_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    log, link = tmp_path / "there.jsonl", tmp_path / "link.jsonl"
+    log.write_text("{}\n")
+    link.symlink_to(tmp_path / "not yet.jsonl")
+    (tmp_path / "found").mkdir()
+    before = {path: path.lstat().st_size for path in tmp_path.rglob("*")}
+    for event_log in (log, link, tmp_path / "new.jsonl"):
+        for bundles in (tmp_path / "found", tmp_path / "a" / "b" / "c"):
+            assert doctor(EVENT_LOG=str(event_log), BUNDLES=str(bundles)).problems == ()
+    link.unlink()
+    link.symlink_to("/nope/x.jsonl")
+    assert "got no folder /nope" in doctor(EVENT_LOG=str(link)).problems[0]
+    assert "must be a folder" in doctor(BUNDLES=str(log)).problems[0]
+    assert {path: path.lstat().st_size for path in tmp_path.rglob("*") if path != link} == {
+        path: size for path, size in before.items() if path != link
+    }
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_doctor_asks_no_permissions_but_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As root is told, who may write everywhere, of a disk that is full.
+    def write(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("kv_canary.commands.places.os.write", write)
+    problems = doctor(EVENT_LOG=str(tmp_path / "x.jsonl"), BUNDLES=str(tmp_path / "a")).problems
+    assert [problem.split(":")[0] for problem in problems] == ["event_log", "bundles"]
+    assert all("got No space left on device in" in problem for problem in problems)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_doctor_says_that_a_port_is_taken_and_that_ranks_need_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "installed", {"sglang": None}.get)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        (problem,) = doctor(METRICS_PORT=port).problems
+        assert "metrics_port must be a port that is free here, another one for every process" in problem
+        assert f"got {port} at 127.0.0.1: Address already in use: `ss -ltnp 'sport = :{port}'` says who" in problem
+        (problem,) = doctor(METRICS_PORT=port, METRICS_ADDRESS="0.0.0.0").problems
+        assert f"got {port} at 0.0.0.0: Address already in use" in problem
+    for _ in range(2):
+        found = doctor(METRICS_PORT=port)
+        assert (found.problems, found.warnings) == ((), ())
+    monkeypatch.setattr(checkup, "installed", {"sglang": hooks.TESTED}.get)
+    (warning,) = doctor(METRICS_PORT=port).warnings
+    assert f"every rank is served on a port of its own, {port} plus its number" in warning
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_doctor_misses_the_library_of_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "installed", lambda _: None)
+    assert doctor(METRICS_PORT="0").problems == ()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    assert (
+        "prometheus-client is not installed: pip install 'kv-canary[metrics]'" in doctor(METRICS_PORT=port).problems[0]
+    )
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize("text", ["off", "Off", "none", "0", ""])
+def test_doctor_says_that_the_canary_is_off(text: str) -> None:
+    # What it would write to is not missed.
+    found = doctor(MODE=text, EVENT_LOG="/nope/x.jsonl")
+    assert found.problems == ()
+    assert found.warnings == ("the canary is off: the environment says so (KV_CANARY_MODE)",)
+    assert found.covered == ("nothing: the canary is off (mode)",)
+    assert found.config is not None
+    assert found.config["mode"] == "off"
 
 
 def test_doctor_holds_a_backend_against_where_it_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +377,17 @@ def test_doctor_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(main, ["doctor", "--json"])
     assert result.exit_code == 0
     assert json.loads(result.output)["config"]["stride"] == 4
+    monkeypatch.setenv("KV_CANARY_BUNDLES", "/proc/x")
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 1
+    assert "problem: bundles: /proc/x must be a folder that can be written to" in " ".join(result.output.split())
+    assert "All that was asked for is here." not in result.output
+    monkeypatch.delenv("KV_CANARY_BUNDLES")
+    monkeypatch.setenv("KV_CANARY_MODE", "off")
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 0
+    assert "warning: the canary is off: the environment says so" in " ".join(result.output.split())
+    monkeypatch.delenv("KV_CANARY_MODE")
     monkeypatch.setenv("KV_CANARY_STRIDE", "0")
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 1

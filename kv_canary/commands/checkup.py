@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kv_canary.backends import interpreting
+from kv_canary.commands.places import problems_of
 from kv_canary.commands.probe import probe, probe_apart
 from kv_canary.config import ENVIRONMENT, CanaryConfig, other_parts, read_settings
 from kv_canary.engines.sglang import hooks
@@ -94,14 +95,14 @@ def check_up(
         engines: those that must be installed and supported.
         environ: the environment that configures the canary.
     """
-    config, errors = _configuration(environ)
+    config, perturb, errors = _configuration(environ)
     backends = _backends()
     found = tuple(_engine(name) for name in ENGINES)
     problems = [
         *errors,
         *_backend_problems(backend or (config.backend if config else None) or "auto", backends),
         *(f"engine {e.name}: {e.detail}" for e in found if e.name in engines and not e.supported),
-        *(_config_problems(config) if config else ()),
+        *(problems_of(config) if config and config.mode != "off" else ()),
     ]
     return Checkup(
         versions=versions(),
@@ -112,26 +113,30 @@ def check_up(
         config=None if config is None else _plain(config),
         covered=() if config is None else _covered(config),
         not_covered=NOT_COVERED,
-        warnings=_warnings(environ),
+        warnings=_warnings(config, perturb, engines),
         problems=tuple(problems),
     )
 
 
-def _configuration(environ: Mapping[str, str]) -> tuple[CanaryConfig | None, list[str]]:
-    """Return the configuration, or None and every error in it."""
-    errors, others = [], other_parts()
-    for name, text in environ.items():
-        if name.startswith(ENVIRONMENT):
+def _configuration(environ: Mapping[str, str]) -> tuple[CanaryConfig | None, PerturbConfig | None, list[str]]:
+    """Return the configuration and the faults to inject, each None where it is in error, and every error."""
+    others = other_parts()
+    found: dict[str, Any] = {}
+    errors: list[str] = []
+    for part, cls in {"": CanaryConfig, **others}.items():
+        settings: dict[str, Any] = {}
+        before = len(errors)
+        for name, text in environ.items():
             try:
-                read_settings(CanaryConfig, ENVIRONMENT, {name: text}, {}, others=others)
+                settings |= read_settings(cls, ENVIRONMENT + part, {name: text}, {}, others={} if part else others)
             except ValueError as error:
                 errors.append(str(error))
-    if errors:
-        return None, errors
-    try:
-        return CanaryConfig.from_env(environ), []
-    except (TypeError, ValueError) as error:
-        return None, [str(error)]
+        if len(errors) == before:
+            try:
+                found[part] = others[part].from_env(environ) if part else CanaryConfig(**settings)
+            except (TypeError, ValueError) as error:
+                errors.append(str(error))
+    return found.get(""), found.get("PERTURB_"), errors
 
 
 def _backends() -> tuple[BackendCheck, ...]:
@@ -204,23 +209,6 @@ def _sglang(version: str) -> str:
 _ADAPTERS: dict[str, Callable[[str], str]] = {"transformers": _transformers, "sglang": _sglang}
 
 
-def _config_problems(config: CanaryConfig) -> list[str]:
-    """Say what the configuration asks for and this machine does not give."""
-    problems = []
-    if getattr(config, "metrics_port", 0) and installed("prometheus-client") is None:
-        problems.append("metrics_port: prometheus-client is not installed: pip install 'kv-canary[metrics]'")
-    for name, folder in (("event_log", config.event_log and config.event_log.parent), ("bundles", config.bundles)):
-        if folder is not None and not _may_write(folder):
-            problems.append(f"{name}: {folder} must be a folder that can be written to")
-    return problems
-
-
-def _may_write(folder: Path) -> bool:
-    """Whether `folder` can be written to, or made."""
-    existing = next((p for p in (folder, *folder.absolute().parents) if p.exists()), None)
-    return existing is not None and existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-
-
 def _devices() -> tuple[str, ...]:
     names = [f"cpu: {platform.machine()}, {os.cpu_count()} cores"]
     for i in range(torch.cuda.device_count()):
@@ -231,6 +219,8 @@ def _devices() -> tuple[str, ...]:
 
 def _covered(config: CanaryConfig) -> tuple[str, ...]:
     """Say what a canary so configured verifies."""
+    if config.mode == "off":
+        return ("nothing: the canary is off (mode)",)
     turn = (
         f"every {config.stride} steps"
         if config.stride
@@ -248,12 +238,18 @@ def _covered(config: CanaryConfig) -> tuple[str, ...]:
     )
 
 
-def _warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
-    try:
-        perturb = PerturbConfig.from_env(environ)
-    except (TypeError, ValueError) as error:
-        return (str(error),)
-    return () if perturb is None else (f"faults are injected on purpose: {perturb.mode} (KV_CANARY_PERTURB_...)",)
+def _warnings(config: CanaryConfig | None, perturb: PerturbConfig | None, engines: tuple[str, ...]) -> tuple[str, ...]:
+    warnings = []
+    if config is not None and config.mode == "off":
+        warnings.append(f"the canary is off: the environment says so ({ENVIRONMENT}MODE)")
+    if config is not None and config.metrics_port and ("sglang" in engines or installed("sglang") is not None):
+        warnings.append(
+            f"in SGLang every rank is served on a port of its own, {config.metrics_port} plus its number: "
+            "those of the ranks after the first were not tried"
+        )
+    if perturb is not None:
+        warnings.append(f"faults are injected on purpose: {perturb.mode} (KV_CANARY_PERTURB_...)")
+    return tuple(warnings)
 
 
 def _on(switch: bool) -> str:

@@ -266,6 +266,14 @@ def test_without_descriptors_it_waits_and_does_not_spin(
         assert client.recv(12) == b"HTTP/1.0 200"
 
 
+def sockets() -> int:
+    """Return how many sockets this process has."""
+    with os.scandir("/proc/self/fd") as found:
+        # Listing them is a descriptor too, which is gone by now.
+        names = [os.readlink(each.path) for each in found if os.path.lexists(each.path)]
+    return sum(name.startswith("socket:") for name in names)
+
+
 def wait_until(holds: Callable[[], bool]) -> None:
     until = time.monotonic() + 8
     while not holds():
@@ -299,10 +307,12 @@ fork_is_meant = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprec
 
 @fork_is_meant
 def test_a_forked_child_closes_its_canary_and_the_parent_serves_on(port: int) -> None:
-    registry = CollectorRegistry()
+    registry, before = CollectorRegistry(), sockets()
     metrics, other = PrometheusMetrics(registry, port=port), free_port()
+    assert sockets() == before + 3
 
     def child() -> None:
+        assert sockets() == before
         metrics.close()
         # A server of its own, in the same registry or in another one.
         for theirs in (None, registry):
