@@ -18,6 +18,7 @@ from kv_canary.observers import Observer, StepFacts
 from kv_canary.output import OUTPUT, logger
 from kv_canary.pools import BufferGroup
 from kv_canary.ranks import RankReport
+from kv_canary.redact import Redactor
 from kv_canary.reports import CanaryViolationError, Decoder, Incident, ViolationReport
 from kv_canary.reports.decode import reason_names
 from kv_canary.reports.desk import IncidentDesk, most_telling
@@ -150,7 +151,9 @@ class Accounts:
         self._groups_of = {
             tag: " or ".join(g.name for g in groups if tag in (g.head_tag, g.tail_tag, g.sweep_tag)) for tag in Tag
         }
-        self._decoder = Decoder(groups, name_of_row=self._name_of_row, name_of_owner=self._name_of_owner)
+        self._decoder = Decoder(
+            groups, name_of_row=self._name_of_row, name_of_owner=self._name_of_owner, redactor=Redactor.of(config)
+        )
         self._desk = IncidentDesk(self._decoder, config=config, steps=self._steps, summary=self._summary_now)
         # Counters as of the last drained step; None where the launches since then are not known.
         self._before: list[list[int]] | None = [[0, 0] for _ in Tag]

@@ -66,6 +66,10 @@ class CanaryConfig:
         metrics_address: address of this host that they are served at; 0.0.0.0 or :: for all of its addresses.
         event_log: file that events are appended to, one JSON object a line; None: none.
         bundles: folder that reports are saved in, for `kv-canary report`; None: none.
+        redact: put keyed hashes in the place of token ids, names of requests, chains and fingerprints, in the log,
+            events, bundles and reports.
+        redact_key: of those hashes, so that those of several processes can be compared; a secret, shown nowhere. None:
+            a random one for every canary.
 
     Raises:
         TypeError, ValueError: naming the setting, what it must be and what came.
@@ -96,6 +100,8 @@ class CanaryConfig:
     metrics_address: str = "127.0.0.1"
     event_log: Path | None = None
     bundles: Path | None = None
+    redact: bool = False
+    redact_key: str | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -118,6 +124,10 @@ class CanaryConfig:
         if self.quarantine and not (self.track_lifetime and self.sweep_every):
             expected = "off where track_lifetime or sweep_every is"
             raise ValueError(must_be("CanaryConfig", "quarantine", expected, "on"))
+
+    def shown(self) -> dict[str, Any]:
+        """Return the settings by name, for people and files to see: all but the secret."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.repr}
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ, **settings: Any) -> Self:

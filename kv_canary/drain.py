@@ -131,7 +131,7 @@ class _Sheet:
     """Host memory for the words, pinned for a GPU, with the event behind their arrival."""
 
     def __init__(self, words: torch.Tensor) -> None:
-        self.words = torch.zeros(words.shape, dtype=words.dtype, pin_memory=words.is_cuda)
+        self.words = torch.zeros(words.shape, dtype=words.dtype, device="cpu", pin_memory=words.is_cuda)
         self.values = self.words.numpy()
         self.statuses = self.values[FIRST_STATUS:].view("int32")
         self.arrived = torch.Event(words.device) if words.is_cuda else None

@@ -22,12 +22,13 @@ class Guard:
     raise them.
 
     Args:
+        redacts: whether texts of exceptions are left out of the log: they may name requests.
         contains: whether failures are contained; not so in raise mode. Tests and campaigns, which are to see them, set
             the attribute of this name.
     """
 
-    def __init__(self, *, contains: bool) -> None:
-        self.contains = contains
+    def __init__(self, *, contains: bool, redacts: bool = False) -> None:
+        self.contains, self._redacts = contains, redacts
         # By part and kind of exception.
         self.failures: Counter[str] = Counter()
         # Whether the canary itself has failed since `take_touched`.
@@ -59,10 +60,11 @@ class Guard:
         if self.failures[kind] == 1:
             meaning = "; the engine goes on, and what was not recorded counts as unverified" if own else ""
             logger.error(
-                "kv-canary: %s failed%s. Further failures of this kind are counted, see summary().failures",
+                "kv-canary: %s failed (%s)%s. Further failures of this kind are counted, see summary().failures",
                 part,
+                type(error).__name__,
                 meaning,
-                exc_info=error,
+                exc_info=None if self._redacts else error,
             )
 
     def take_touched(self) -> bool:

@@ -20,7 +20,7 @@ def send(device: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor, .
     What is sent at every step goes by a `Mailbox` instead.
     """
     total = sum(map(len, columns))
-    host = torch.empty(total, dtype=torch.int64, pin_memory=device.type == "cuda")
+    host = torch.empty(total, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     values = host.numpy()
     start = 0
     for column in columns:
@@ -101,7 +101,7 @@ class _Sheet:
 
     def __init__(self, words: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
-        self.host = torch.zeros(words, dtype=torch.int64, pin_memory=on_gpu)
+        self.host = torch.zeros(words, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         self.values = self.host.numpy()
         # Not torch.cuda.Event, whose record() takes seven times as long.
         self.sent = torch.Event(device) if on_gpu else None

@@ -16,7 +16,7 @@ from kv_canary.budget import Budget
 from kv_canary.calibration import measure_cost
 from kv_canary.capacities import CanaryLaunchCapacities, CanaryLimits
 from kv_canary.config import CanaryConfig
-from kv_canary.constants import Tag
+from kv_canary.constants import OWNER_MASK, Tag
 from kv_canary.drain import Drain, Findings
 from kv_canary.errors import must_be
 from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager, relied_on
@@ -94,7 +94,7 @@ class CanaryManager:
         self.groups = tuple(groups)
         self.limits = limits
         self.config = config or CanaryConfig()
-        self.guard = Guard(contains=self.config.mode != "raise")
+        self.guard = Guard(contains=self.config.mode != "raise", redacts=self.config.redact)
         self.device = devices.pop()
         self.backend = select_backend(self.config.backend, self.device)
         self.pools: tuple[KvPool, ...] = tuple(dict.fromkeys(g.pool for g in groups))
@@ -226,7 +226,8 @@ class CanaryManager:
         with self.guard.contain("taking in what was freed") as part:
             ops.retire(
                 slots=slots.to(self.device),
-                owner=owner,
+                # The bits that a record holds; a larger number would be another kind of argument to the kernel.
+                owner=owner & OWNER_MASK,
                 step=self.state.step,
                 records=pool.buffers,
                 backend=self.backend,
@@ -243,7 +244,7 @@ class CanaryManager:
             ops.move(
                 src=src,
                 dst=dst,
-                owner=owner,
+                owner=owner & OWNER_MASK,
                 step=self.state.step,
                 records=pool.buffers,
                 backend=self.backend,
@@ -332,9 +333,8 @@ class CanaryManager:
             left.abort()
         self._end_step()
         if left is not None and complete:
-            raise RuntimeError(
-                f"kv-canary: the end of a step must come when no forward is under way, got it inside forward {left.name}"
-            )
+            expected = "the end of a step must come when no forward is under way"
+            raise RuntimeError(f"kv-canary: {expected}, got it inside forward {left.name}")
 
     def expect_idle(self, call: str) -> None:
         """Raise RuntimeError, naming `call`, if a forward is between its begin and its end."""

@@ -19,6 +19,43 @@ class OwnerNames(Protocol):
         """Return the request that `owner` was given to, or None if that is not known."""
 
 
+class OwnerNumbers:
+    """Gives out owner numbers and remembers whose they were.
+
+    Records hold the low 24 bits of a number. Numbers count on beyond that, and those whose low bits are 0, which stands
+    for nobody, or those of a number still in use, are left out: a request may outlive millions of others.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0
+        # By low bits: the number in use that has them, and whose the last number with them was.
+        self._in_use: dict[int, int] = {}
+        self._names: OrderedDict[int, str] = OrderedDict()
+
+    def new(self, name: str) -> int:
+        """Return a number for a request of this name, which is in use from now on."""
+        while True:
+            self._last += 1
+            low = self._last & OWNER_MASK
+            if low and low not in self._in_use:
+                break
+        self._in_use[low] = self._last
+        self._names.pop(low, None)
+        self._names[low] = name
+        if len(self._names) > REMEMBERED_OWNERS:
+            self._names.popitem(last=False)
+        return self._last
+
+    def release(self, number: int) -> None:
+        """Take in that a number is in use no more."""
+        if self._in_use.get(number & OWNER_MASK) == number:
+            del self._in_use[number & OWNER_MASK]
+
+    def name(self, owner: int) -> str | None:
+        """Return the request that a number, or its low bits, were given to last; None if that is forgotten."""
+        return self._names.get(owner & OWNER_MASK)
+
+
 class RowTable:
     """Gives each request a row of the canary's tables, and an owner number for the records it writes.
 
@@ -36,8 +73,7 @@ class RowTable:
         self._free = list(range(num_rows - 1, 0, -1))
         self._rows: OrderedDict[str, int] = OrderedDict()
         self._owners: dict[str, int] = {}
-        self._names: OrderedDict[int, str] = OrderedDict()
-        self._last_owner = 0
+        self._numbers = OwnerNumbers()
 
     def row(self, request_id: str, *, keep: frozenset[str] | set[str] = frozenset()) -> int:
         """Return the request's row; a row that it takes from another is never one of a request in `keep`."""
@@ -55,16 +91,14 @@ class RowTable:
     def owner(self, request_id: str) -> int:
         """Return the request's owner number, which is never 0."""
         if request_id not in self._owners:
-            self._last_owner = self._last_owner % OWNER_MASK + 1
-            self._owners[request_id] = self._last_owner
-            self._names[self._last_owner] = request_id
-            if len(self._names) > REMEMBERED_OWNERS:
-                self._names.popitem(last=False)
+            self._owners[request_id] = self._numbers.new(request_id)
         return self._owners[request_id]
 
     def release(self, request_id: str) -> None:
         """Forget the request: its row is free, and it gets a new owner number if it comes again."""
-        self._owners.pop(request_id, None)
+        owner = self._owners.pop(request_id, None)
+        if owner is not None:
+            self._numbers.release(owner)
         row = self._rows.pop(request_id, None)
         if row is not None:
             self._free.append(row)
@@ -76,4 +110,4 @@ class RowTable:
 
     def name(self, owner: int) -> str | None:
         """Return the request that `owner` was given to, or None if that is forgotten."""
-        return self._names.get(owner)
+        return self._numbers.name(owner)

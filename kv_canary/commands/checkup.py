@@ -257,5 +257,5 @@ def _on(switch: bool) -> str:
 
 
 def _plain(config: CanaryConfig) -> dict[str, Any]:
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    values = config.shown()
     return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}

@@ -7,7 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from kv_canary.errors import must_be
 from kv_canary.reports import CanaryViolationError
@@ -138,7 +138,7 @@ class _Dispatcher:
     """
 
     _lock = threading.Lock()
-    _known: weakref.WeakKeyDictionary[type, dict[str, _Dispatcher]] = weakref.WeakKeyDictionary()
+    _known: ClassVar[weakref.WeakKeyDictionary[type, dict[str, _Dispatcher]]] = weakref.WeakKeyDictionary()
 
     def __init__(self, cls: type, name: str) -> None:
         self._cls, self._name = weakref.ref(cls), name

@@ -1,9 +1,10 @@
 """The adapter for Hugging Face transformers' continuous batching.
 
-It wraps methods on the instances that a model or a manager makes: around every model forward it verifies and records,
-and where the engine frees or copies KV blocks it keeps the records in step. Nothing of transformers is patched, and
-its outputs are unchanged. CUDA graphs, asynchronous batching, the decode path through block tables, CPU offloading and
-prefix sharing are all served; `transformers_session` says how.
+It wraps methods of single objects: around every model forward it verifies and records, and where the engine frees or
+copies KV blocks it keeps the records in step. The objects of a manager get attributes of their own; a model stays as it
+is, because models are copied and saved: its class looks the canary up, for as long as one of its models is watched.
+Nothing else of transformers is touched, and its outputs are unchanged. CUDA graphs, asynchronous batching, the decode
+path through block tables, CPU offloading and prefix sharing are all served; `transformers_session` says how.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class TransformersCanary:
         self._past = CanarySummary(status="disabled")
         self._past_reports: deque[ViolationReport] = deque(maxlen=1024)
         self._errors: deque[CanaryViolationError] = deque()
+        if config.mode == "off":
+            return
         try:
             if isinstance(target, ContinuousBatchingManager):
                 self._watch(target)
@@ -170,8 +173,9 @@ class TransformersCanary:
             self.flush()
             return result
 
-        self._patches.wrap(model, "init_continuous_batching", make)
-        self._patches.wrap(model, "generate_batch", generate)
+        # The model itself stays as it is: its copies and pickles are of a model that nobody watches.
+        self._patches.wrap_in_class(model, "init_continuous_batching", make)
+        self._patches.wrap_in_class(model, "generate_batch", generate)
 
     def _watch(self, manager: Any) -> None:
         if not any(w.manager is manager for w in self._watches):

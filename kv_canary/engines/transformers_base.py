@@ -147,7 +147,7 @@ class Layout(ABC):
         pool = self.groups[group].pool
         places = [self._places[group, block] for block in blocks]
         slots = self.block_slots(pool, blocks).view(-1, self.page)
-        first = torch.tensor([p.index for p in places], dtype=torch.int64) * self.page
+        first = torch.tensor([p.index for p in places], dtype=torch.int64, device="cpu") * self.page
         ends = self.block_slots(pool, [p.previous or 0 for p in places]).view(-1, self.page)[:, -1]
         # A block may outlive the one before it, whose slots then hold something else.
         codes = [
@@ -156,12 +156,12 @@ class Layout(ABC):
             else (0 if p.previous_key is not None and self.key(group, p.previous) == p.previous_key else UNCHECKED)
             for p in places
         ]
-        code = torch.tensor(codes, dtype=torch.int64)
+        code = torch.tensor(codes, dtype=torch.int64, device="cpu")
         previous = torch.cat([torch.where(code == 0, ends, code)[:, None], slots[:, :-1]], dim=1)
         return CachedSlots(
             group=self.groups[group].name,
             slots=slots.reshape(-1),
-            positions=(first[:, None] + torch.arange(self.page)).reshape(-1),
+            positions=(first[:, None] + torch.arange(self.page, device="cpu")).reshape(-1),
             previous=previous.reshape(-1),
         )
 
@@ -248,5 +248,5 @@ def buffer_group(name: str, pool: KvPool, sliding_window: int | None) -> BufferG
 
 def page_slots(blocks: list[int], page: int, first: int) -> torch.Tensor:
     """Return the slots, int64, of blocks of `page` tokens that lie one after the other from slot `first` on."""
-    starts = torch.tensor(blocks, dtype=torch.int64) * page + first
-    return (starts[:, None] + torch.arange(page)).reshape(-1)
+    starts = torch.tensor(blocks, dtype=torch.int64, device="cpu") * page + first
+    return (starts[:, None] + torch.arange(page, device="cpu")).reshape(-1)

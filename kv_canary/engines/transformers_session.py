@@ -10,6 +10,9 @@ With asynchronous batching the host prepares a forward while the one before it s
 tokens of forward N - 1 before it prepares forward N + 1, so the tokens of every prefix are known by then; the new ones
 are not, if they were sampled by forward N. They are taken from the device: carried over for HEAD as the engine is about
 to do it, and as the model was given them for TAIL.
+
+What goes wrong in here stays in here, in log mode: a forward that cannot be described goes by unwatched, and where the
+engine tells something that could not be followed, every slot counts as unverified.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from kv_canary.engines.patches import Patches
 from kv_canary.engines.transformers_base import Events, Layout
 from kv_canary.errors import must_be
 from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager
+from kv_canary.guard import Contained
 from kv_canary.host import send
 from kv_canary.identity import Identity, word_of
 from kv_canary.manager import CanaryManager
@@ -75,7 +79,7 @@ class Session:
         # Forwards run in the engine's thread; flushes and uninstalling come from others.
         self._lock = threading.RLock()
         self._freed: dict[tuple[KvPool, int], list[torch.Tensor]] = {}
-        self._patches = Patches()
+        self._patches = Patches(failed=self._hook_failed)
         # All that HEAD and TAIL work on is allocated on their stream, so that it is not reused while they run.
         with self._on_stream():
             self.layout = layout(processor, read_bytes=config.read_bytes)
@@ -127,25 +131,36 @@ class Session:
         Raises:
             CanaryViolationError: in raise mode, if there was anything to report, now or in a forward before.
         """
-        with self._lock, self._on_stream():
+        with self._lock:
             error, self.error = self.error, None
-            self.manager.flush()
+            with self._contained("flush"), self._on_stream():
+                self.manager.flush()
         if error is not None:
             raise error
 
     def close(self) -> None:
         """Leave the engine as it was found, and report what is left; in raise mode it is kept in `error`."""
         self._patches.undo_all()
-        with self._lock, self._on_stream():
+        with self._lock:
             if self.processor is None:
                 return
             self.processor = None
             try:
-                self.manager.flush()
+                with self._contained("flush"), self._on_stream():
+                    self.manager.flush()
             except CanaryViolationError as error:
                 self.error = self.error or error
             finally:
                 self.manager.close()
+
+    def _hook_failed(self, method: str, error: Exception) -> None:
+        """Take in that what the engine told by a call of `method` could not be followed."""
+        guard = self.manager.guard
+        if not guard.contains:
+            raise error
+        guard.failed(f"transformers adapter: following {method}", error)
+        for pool in self.manager.pools:
+            self.manager.unverified.forget_all(pool)
 
     def _compute_batch(self, original: Callable[..., Any], model: Any, batch_data: dict[str, Any]) -> Any:
         begun = self._before(batch_data)
@@ -155,7 +170,7 @@ class Session:
         try:
             result = original(model, batch_data)
         except BaseException:
-            with self._lock, self._on_stream():
+            with self._lock, self._contained("giving up a forward"), self._on_stream():
                 forward.abort()
             raise
         self._after(forward, batch, batch_data)
@@ -163,31 +178,35 @@ class Session:
 
     def _before(self, batch_data: dict[str, Any]) -> tuple[SingleForwardManager, ForwardBatch] | None:
         """Verify what the forward is about to read; return it and its batch, or None if it is not to be watched."""
-        with self._lock, self._on_stream():
-            if self.processor is None:
-                # Uninstalled, by another thread, since the engine made this call.
+        with self._lock:
+            if self.processor is None or self.manager.is_off:
+                # Uninstalled, by another thread, since the engine made this call; or never turned on.
                 return None
-            requests = _host_inputs(self.processor).requests_in_batch
-            if any(f.state.request_id.startswith(WARMUP_PREFIX) for f in requests):
-                self._forget_blocks(f.state.request_id for f in requests)
-                return None
-            self._retire_freed()
-            forward = self.manager.forward()
             try:
-                batch = self._batch(requests, batch_data)
-                forward.begin(batch)
-                forward.head()
+                with self._contained("describing a forward") as part, self._on_stream():
+                    batch = self._described(batch_data)
+                if part.failed:
+                    self._skip(batch_data)
+                    return None
+                if batch is None:
+                    return None
+                forward = self.manager.forward()
+                with self._contained("beginning a forward"), self._on_stream():
+                    try:
+                        forward.begin(batch)
+                        forward.head()
+                    except BaseException:
+                        forward.abort()
+                        raise
+                    return forward, batch
             except CanaryViolationError as error:
                 self.error = error
                 raise
-            except BaseException:
-                forward.abort()
-                raise
-            return forward, batch
+            return None
 
     def _after(self, forward: SingleForwardManager, batch: ForwardBatch, batch_data: dict[str, Any]) -> None:
         """Record what the forward has written."""
-        with self._lock, self._on_stream():
+        with self._lock, self._contained("ending a forward"), self._on_stream():
             if self.processor is None:
                 forward.abort()
                 return
@@ -198,6 +217,44 @@ class Session:
             except BaseException:
                 forward.abort()
                 raise
+
+    def _contained(self, part: str) -> Contained:
+        return self.manager.guard.contain(f"transformers adapter: {part}")
+
+    def _described(self, batch_data: dict[str, Any]) -> ForwardBatch | None:
+        """Return what the engine is about to run, or None for a warm-up."""
+        requests = _host_inputs(self.processor).requests_in_batch
+        if any(f.state.request_id.startswith(WARMUP_PREFIX) for f in requests):
+            self._forget_blocks(f.state.request_id for f in requests)
+            return None
+        self._retire_freed()
+        return self._batch(requests, batch_data)
+
+    def _skip(self, batch_data: dict[str, Any]) -> None:
+        """Let a forward go by unwatched; what it writes counts as unverified, or everything where that is not known."""
+        slots: dict[str, torch.Tensor] = {}
+        with self._contained("finding what a forward writes"), self._on_stream():
+            requests = _host_inputs(self.processor).requests_in_batch
+            slots = {group.name: self._out_slots(g, requests, batch_data) for g, group in enumerate(self.layout.groups)}
+        with self._contained("skipping a forward"), self._on_stream():
+            self.manager.forward().skip(slots, why="it could not be described")
+        self._written.update(
+            (f.state.request_id, f.state.position_offset) for f in _host_inputs(self.processor).requests_in_batch
+        )
+
+    def _out_slots(self, g: int, requests: Sequence[Any], batch_data: dict[str, Any]) -> torch.Tensor:
+        """Return the slots that the model is about to write in a group."""
+        pages = batch_data.get("block_table")
+        if pages is None:
+            written = batch_data["write_index"][g][: sum(f.query_length for f in requests)]
+            return self.layout.to_slots(g, written)
+        # Such a step has one new token a request.
+        prefix, of = send(
+            self.manager.device,
+            [f.state.position_offset - f.query_length for f in requests],
+            range(len(requests)),
+        )
+        return self.layout.to_slots(g, _look_up(pages[g], of, prefix, page=self.layout.page))
 
     def _batch(self, requests: Sequence[Any], batch_data: dict[str, Any]) -> ForwardBatch:
         keep = {f.state.request_id for f in requests}
@@ -217,7 +274,8 @@ class Session:
         tokens = sum(r.extend_len for r in described)
         out_slots, tables = {}, {}
         for g, group in enumerate(self.layout.groups):
-            out_slots[group.name] = self._fill_table(g, described, batch_data)
+            self._fill_table(g, described, batch_data)
+            out_slots[group.name] = self._out_slots(g, requests, batch_data)
             tables[group.name] = self._tables[g]
         input_ids = _input_ids(batch_data)
         if _is_async(self.processor):
@@ -233,8 +291,8 @@ class Session:
             tables=tables,
         )
 
-    def _fill_table(self, g: int, requests: Sequence[ForwardRequest], batch_data: dict[str, Any]) -> torch.Tensor:
-        """Write the slots that the model is about to read into the group's table; return those it will write.
+    def _fill_table(self, g: int, requests: Sequence[ForwardRequest], batch_data: dict[str, Any]) -> None:
+        """Write the slots that the model is about to read into the group's table.
 
         The engine names slots in one of two ways. Its read index holds, per request, the slots of its cached positions
         and then one entry per new token; its write index one per new token. In decode steps through a kernel that
@@ -257,19 +315,14 @@ class Session:
         k = torch.arange(len(of), device=device) - start[of]
         positions = prefix[of] - count[of] + k
         if pages is None:
-            read_index, write_index = batch_data["read_index"][g], batch_data["write_index"][g]
+            read_index = batch_data["read_index"][g]
             if missing := max(0, base[-1] - len(read_index)) if len(of) else 0:
                 # Reported as out of range, instead of being looked up there.
                 read_index = torch.nn.functional.pad(read_index, (0, missing), value=BAD_SLOT)
             read = read_index[read_start[of] + k]
-            written = write_index[: sum(r.extend_len for r in requests)]
         else:
-            # Such a step has one new token a request.
-            each = torch.arange(len(requests), device=device)
             read = _look_up(pages[g], of, positions, page=layout.page)
-            written = _look_up(pages[g], each, prefix, page=layout.page)
         self._tables[g][rows[of], positions] = layout.to_slots(g, read).to(torch.int32)
-        return layout.to_slots(g, written)
 
     def _identity_of(self, state: Any) -> int:
         if self._identity is None:
@@ -294,6 +347,8 @@ class Session:
             (mine,) = send(self.manager.device, slots.tolist())
             for records in pool.buffers:
                 records[mine] = 0
+            # Nothing was written there, which is not to be taken for what could not be followed.
+            self.manager.unverified.written(pool, mine)
 
     def _forget(self, request_id: str) -> None:
         self._rows.release(request_id)
@@ -315,11 +370,11 @@ class Session:
         self._freed.setdefault((pool, owner), []).append(slots)
 
     def _retire_freed(self) -> None:
+        freed, self._freed = self._freed, {}
         with self._on_stream():
-            for (pool, owner), parts in self._freed.items():
+            for (pool, owner), parts in freed.items():
                 (slots,) = send(self.manager.device, torch.cat(parts).tolist())
                 self.manager.retire(pool, slots, owner=owner)
-        self._freed.clear()
 
     def _cleared(self) -> None:
         self._freed.clear()

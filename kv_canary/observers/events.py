@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import json
 import os
@@ -74,7 +73,7 @@ class EventLog(Observer):
         self._lost, self._pauses_until = 0, 0.0
         self._status = "disabled"
         self._steps = self._violations = 0
-        settings = dataclasses.asdict(config)
+        settings = config.shown()
         try:
             self._append(self._line("start", {"version": __version__, "config": settings}))
         except OSError as error:

@@ -163,7 +163,7 @@ def _send(words: torch.Tensor, *, forward_ct: int, beyond: int) -> _Pending:
     """Copy `words` to the host behind what is launched, without waiting for the device."""
     if not words.is_cuda:
         return _Pending(forward_ct=forward_ct, beyond=beyond, words=words, event=None)
-    host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+    host = torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True)
     host.copy_(words, non_blocking=True)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(words.device))

@@ -8,6 +8,7 @@ from typing import Any
 
 from kv_canary.constants import MASK64, OWNER_BITS, OWNER_MASK, STEP_MASK, Reason, Tag
 from kv_canary.pools import BufferGroup
+from kv_canary.redact import Redactor
 from kv_canary.reports.causes import cause_of_one
 from kv_canary.reports.report import StoredRecord, ViolationReport, printable
 
@@ -22,6 +23,7 @@ class Decoder:
         groups: the buffer groups, for names and coverage.
         name_of_row: (step, row) -> request, as far as it is remembered.
         name_of_owner: owner number -> request, as far as it is remembered.
+        redactor: hides tokens and names; None: they are told.
     """
 
     def __init__(
@@ -30,10 +32,21 @@ class Decoder:
         *,
         name_of_row: Callable[[int, int], str | None],
         name_of_owner: Callable[[int], str | None],
+        redactor: Redactor | None = None,
     ) -> None:
         self._groups = groups
-        self.name_of_row = name_of_row
-        self.name_of_owner = name_of_owner
+        self._name_of_row, self._name_of_owner = name_of_row, name_of_owner
+        self.redactor = redactor
+
+    def name_of_row(self, step: int, row: int) -> str | None:
+        """Return how reports call the request that ran in a row at a step; None if that is forgotten."""
+        name = self._name_of_row(step, row)
+        return name if self.redactor is None else self.redactor.name(name)
+
+    def name_of_owner(self, owner: int) -> str | None:
+        """Return how reports call the request of an owner number; None if that is forgotten."""
+        name = self._name_of_owner(owner)
+        return name if self.redactor is None else self.redactor.name(name)
 
     def groups_of(self, tag: int) -> list[BufferGroup]:
         """Return the groups whose launches carry `tag`; several where attention types differ in their window only."""
@@ -43,6 +56,8 @@ class Decoder:
         """Decode one violation row of 16 words; see the data layout in docs/data-layout.md."""
         tag, reasons = Tag(words[0]), Reason(words[1])
         groups = _holders(self.groups_of(tag), words)
+        if self.redactor is not None:
+            words = self.redactor.row(words)
         request_id = self.name_of_row(words[12], words[3])
         record = None
         if any(words[i] for i in (5, 7, 9, 11)) and not reasons & (Reason.NEVER_WRITTEN | Reason.UNMAPPED):

@@ -145,6 +145,8 @@ class IncidentDesk:
         timeline = None
         try:
             timeline = self._surroundings(incident, TIMELINE_SIDE if saving else SIDE)
+            if timeline is not None and self._decoder.redactor is not None:
+                timeline = self._decoder.redactor.neighbourhood(timeline)
             self._book.attach(number, _near(timeline, incident))
         except Exception:
             logger.exception("kv-canary: looking around incident %d failed; the canary goes on", number)
@@ -160,6 +162,7 @@ class IncidentDesk:
         post(lambda: _save(bundles, bundle))
 
     def _bundle(self, incident: Incident, rows: Sequence[Sequence[int]], timeline: Neighbourhood | None) -> Bundle:
+        redactor = self._decoder.redactor
         positions, steps = (*incident.positions, *incident.followers), (incident.first_step, incident.last_step)
         mine = [
             words
@@ -170,9 +173,9 @@ class IncidentDesk:
             written=utc_now(),
             incident=incident,
             reports=tuple(self._decoder.decode(words) for words in mine),
-            rows=tuple(tuple(words) for words in mine),
+            rows=tuple(tuple(words) if redactor is None else redactor.row(words) for words in mine),
             timeline=timeline,
-            config={f.name: _plain(getattr(self._config, f.name)) for f in dataclasses.fields(self._config)},
+            config={name: _plain(value) for name, value in self._config.shown().items()},
             versions=versions(),
             summary=self._summary(),
         )

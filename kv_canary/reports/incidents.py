@@ -320,7 +320,8 @@ def _sentence(opened: _Open, positions: Ranges, slots: Ranges, followers: Ranges
     names = opened.requests
     verb = "write" if writing else "read"
     text = f"incident {opened.number}: step {opened.first_step} {' + '.join(t.name for t in sorted(opened.tags))}: "
-    text += f"{requests_text(names, count=opened.num_requests)} {verb}{'s' if len(names) < 2 else ''} {ranges_text('position', positions)} in "
+    text += f"{requests_text(names, count=opened.num_requests)} {verb}{'s' if len(names) < 2 else ''} "
+    text += f"{ranges_text('position', positions)} in "
     text += f"{ranges_text('slot', slots)} of {opened.group}: {' + '.join(reason_names(opened.reasons))}"
     text += f" ({opened.count} violations)." if opened.count > 1 else "."
     if followers:

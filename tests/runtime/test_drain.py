@@ -164,7 +164,7 @@ def test_an_on_report_that_raises_is_logged_and_goes_no_further(caplog: pytest.L
     engine.manager.flush()
     # Both were handed on, once each, though the first call already raised.
     assert calls == [1, 4]
-    assert caplog.text.count("on_report failed. Further failures of this kind are counted") == 1
+    assert caplog.text.count("on_report failed (OSError). Further failures of this kind are counted") == 1
     assert list(engine.manager.summary().failures.values()) == [2]
     assert "the disk is full" in caplog.text
     assert engine.manager.summary().violations == len(engine.manager.reports) == 2

@@ -117,7 +117,7 @@ def test_another_token_at_the_right_position_is_called_an_old_branch(engine: Eng
     a.tokens[3] += 1
     # The engine goes on with another text than the one it has cached; its tail was advanced over the new one.
     a.owner += 1000
-    engine.rows._names[a.owner] = "a"
+    engine.rows._numbers._names[a.owner] = "a"
     engine.step((a, 1))
     reports = engine.found()
     token = next(r for r in reports if r.tag == "HEAD_FULL")

@@ -80,9 +80,25 @@ def test_releasing_all_frees_every_row_and_owner() -> None:
 
 def test_an_owner_number_is_never_0_even_after_all_are_used() -> None:
     table = RowTable(2)
-    table._last_owner = OWNER_MASK - 1
-    assert [table.owner(name) for name in "abc"] == [OWNER_MASK, 1, 2]
-    assert table.name(1) == "b"
+    table._numbers._last = OWNER_MASK - 1
+    owners = [table.owner(name) for name in "abc"]
+    # They count on; those whose low bits, which is all that records hold, are 0 are left out.
+    assert owners == [OWNER_MASK, OWNER_MASK + 2, OWNER_MASK + 3]
+    assert table.name(OWNER_MASK + 2) == table.name(1) == "b"
+
+
+def test_an_owner_that_outlives_all_others_shares_its_number_with_none() -> None:
+    table = RowTable(2)
+    old = table.owner("old")
+    other = table.owner("other")
+    table.release("other")
+    table._numbers._last = OWNER_MASK
+    assert [table.owner(name) & OWNER_MASK for name in ("new", "newer")] == [other, other + 1]
+    assert table.name(old) == "old"
+    table.release("old")
+    table._numbers._last = 2 * (OWNER_MASK + 1)
+    assert table.owner("newest") & OWNER_MASK == old
+    assert table.name(old) == "newest"
 
 
 def test_names_of_the_latest_owners_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

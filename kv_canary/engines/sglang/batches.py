@@ -7,27 +7,58 @@ from the requests themselves, and the flat tensors are handed on as they are.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from kv_canary.constants import OWNER_MASK
-from kv_canary.errors import must_be
+from kv_canary.engines.sglang import beams
 from kv_canary.forward import ForwardRequest
 from kv_canary.identity import identity_word
-from kv_canary.rows import REMEMBERED_OWNERS
+from kv_canary.rows import OwnerNumbers
 
+# What a request must have to be described.
+_NEEDED = ("rid", "origin_input_ids", "output_ids", "finished")
 # Under this name a forward batch carries what `note` has seen.
 _NOTED = "kv_canary_requests"
 
 
+class UnknownKindError(ValueError):
+    """A forward, or a request in it, that the adapter cannot describe; the text says what it does not know.
+
+    The same for all of a kind: it is logged once for each.
+    """
+
+
 @dataclass(frozen=True, kw_only=True)
 class Noted:
-    """One request of a batch, as the scheduler had it when it made the batch: its row may be another's soon."""
+    """One row of a batch, as the scheduler had it when it made the batch: it may be another's soon.
+
+    Args:
+        req: SGLang's request.
+        row: in its tables; None: it has none that the adapter knows.
+        beam: which of the request's beams it is; None: it is no beam search, or has no beams yet.
+    """
 
     req: Any
-    row: int
+    row: int | None
+    beam: beams.Beam | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """What can be said of a forward.
+
+    Args:
+        requests: those that could be described, in the order of the flat tensors.
+        tokens: of the forward, those of other requests included.
+        kept: numbers of the flat tokens that are of `requests`; None: all are.
+        left_out: what is not known of each of the other requests.
+    """
+
+    requests: list[ForwardRequest]
+    tokens: int
+    kept: list[int] | None = None
+    left_out: list[str] = field(default_factory=list)
 
 
 class Owners:
@@ -35,29 +66,30 @@ class Owners:
 
     def __init__(self) -> None:
         # By request, so that one that comes again under the same name is another.
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._names: OrderedDict[int, str] = OrderedDict()
-        self._last = 0
+        self._of: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._numbers = OwnerNumbers()
 
     def owner(self, req: Any) -> int:
         """Return the number of a request, which is never 0 and stays with it for as long as it lives."""
-        if req not in self._numbers:
-            self._last = self._last % OWNER_MASK + 1
-            self._numbers[req] = self._last
-            self._names[self._last] = req.rid
-            if len(self._names) > REMEMBERED_OWNERS:
-                self._names.popitem(last=False)
-        return self._numbers[req]
+        if req not in self._of:
+            self._of[req] = number = self._numbers.new(req.rid)
+            weakref.finalize(req, self._numbers.release, number)
+        return self._of[req]
 
     def name(self, owner: int) -> str | None:
         """Return the name of the request that `owner` was given to, or None if that is forgotten."""
-        return self._names.get(owner)
+        return self._numbers.name(owner)
 
 
 def note(forward_batch: Any, schedule_batch: Any) -> None:
-    """Remember with a forward batch which requests it was made of."""
-    noted = tuple(Noted(req=req, row=req.kv.req_pool_idx) for req in schedule_batch.reqs)
-    setattr(forward_batch, _NOTED, noted)
+    """Remember with a forward batch which requests it was made of, and which rows are whose."""
+    who = [Noted(req=req, row=_row(req)) for req in schedule_batch.reqs]
+    for number, beam, row in beams.rows(schedule_batch):
+        if beam.place:
+            who.append(Noted(req=who[number].req, row=row, beam=beam))
+        else:
+            who[number] = Noted(req=who[number].req, row=who[number].row, beam=beam)
+    setattr(forward_batch, _NOTED, tuple(who))
 
 
 def noted(forward_batch: Any) -> tuple[Noted, ...]:
@@ -70,73 +102,169 @@ def lengths(forward_batch: Any) -> list[tuple[int, int]]:
     """Return (prefix, extend) of every request of a forward without speculation.
 
     Raises:
-        ValueError: the batch is of a kind that the adapter does not know, or its lengths are not on the host.
+        UnknownKindError: the batch is of a kind that the adapter does not know, or its lengths are not on the host.
     """
     mode = forward_batch.forward_mode
     if mode.is_decode():
         if forward_batch.seq_lens_cpu is None:
-            raise ValueError(must_be("sglang adapter", "seq_lens_cpu", "known on the host", "None"))
+            raise UnknownKindError("a forward whose lengths are not on the host (seq_lens_cpu)")
         # The new token is counted already.
         return [(length - 1, 1) for length in forward_batch.seq_lens_cpu.tolist()]
     if mode.is_extend_without_speculative() and not mode.is_dllm_extend() and not mode.is_split_prefill():
         prefixes, extends = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
         if prefixes is None or extends is None:
-            raise ValueError(must_be("sglang adapter", "extend_prefix_lens_cpu", "known on the host", "None"))
+            raise UnknownKindError("a forward whose lengths are not on the host (extend_prefix_lens_cpu)")
         return list(zip(map(int, prefixes), map(int, extends), strict=True))
-    raise ValueError(must_be("sglang adapter", "forward_mode", "extend, mixed or decode", mode.name))
+    raise UnknownKindError(f"a forward of another kind than extend, mixed and decode ({mode.name})")
 
 
-def requests(
-    who: Sequence[Noted],
-    lens: Sequence[tuple[int, int]],
-    *,
-    owners: Owners,
-    tokens_of: Callable[[Any], Callable[[int, int], list[int]]],
-    overlap: bool,
-    drafts: bool = False,
-) -> list[ForwardRequest]:
-    """Describe the requests of a forward.
+class Describer:
+    """Describes the requests of forwards, one by one: what is not known of one is no other's loss.
 
     Args:
-        who: the requests, in the order of the flat tensors.
-        lens: (prefix, extend) of each.
-        owners: their serial numbers.
+        owners: the requests' serial numbers.
         tokens_of: gives a request's own tokens [start, end) as a function.
+        known: gives how many of its own tokens a request has by now.
+        lookahead: tokens past its prefix that have to be known of a request.
         overlap: whether the scheduler prepares a forward before it knows the results of the one before, so that a
             request may turn out to be finished.
-        drafts: whether all new tokens but the first are drafts, which the request may never own.
-
-    Raises:
-        ValueError: there are more or fewer requests than lengths.
     """
-    if len(who) != len(lens):
-        raise ValueError(must_be("sglang adapter", "requests", f"as many as the batch's {len(lens)}", str(len(who))))
-    return [
-        ForwardRequest(
-            request_id=w.req.rid,
-            row=w.row,
-            owner=owners.owner(w.req),
+
+    def __init__(
+        self,
+        *,
+        owners: Owners,
+        tokens_of: Callable[[Any], Callable[[int, int], list[int]]],
+        known: Callable[[Any], int],
+        lookahead: int,
+        overlap: bool,
+    ) -> None:
+        self._owners, self._tokens_of, self._known = owners, tokens_of, known
+        self._lookahead, self._overlap = lookahead, overlap
+        self._beams = beams.Beams()
+
+    def describe(
+        self, who: Sequence[Noted], lens: Sequence[tuple[int, int]], *, drafts: bool = False, ahead: int = 0
+    ) -> Described:
+        """Describe the requests of a forward; if it is not begun then, `forget` has to be called.
+
+        Args:
+            who: the requests, in the order of the flat tensors.
+            lens: (prefix, extend) of each.
+            drafts: whether all new tokens but the first are drafts, which the request may never own.
+            ahead: how many of the tokens before this forward are drafts of the same step, which nobody owns yet.
+
+        Raises:
+            UnknownKindError: there are more or fewer requests than lengths.
+        """
+        if len(who) != len(lens):
+            raise UnknownKindError("a forward with more or fewer rows than the adapter knows requests for")
+        texts = self._texts(who)
+        found: list[ForwardRequest] = []
+        kept: list[int] = []
+        left_out: list[str] = []
+        anew = first = 0
+        for w, (prefix, extend) in zip(who, lens, strict=True):
+            try:
+                if w.beam is None:
+                    length = prefix + (1 if drafts else extend)
+                    described = self._request(w, prefix, extend, needed=prefix - ahead, length=length)
+                else:
+                    described, more = self._of_beam(w, w.beam, texts[w.beam.group], prefix, extend, anew)
+                    anew += more
+            except UnknownKindError as error:
+                left_out.append(str(error))
+            else:
+                found.append(described)
+                kept += range(first, first + extend)
+            first += extend
+        return Described(requests=found, tokens=first, kept=kept if left_out else None, left_out=left_out)
+
+    def forget(self) -> None:
+        """Take in that it is not known how far the canary has followed rows whose text may change."""
+        self._beams.forget()
+
+    def _texts(self, who: Sequence[Noted]) -> dict[Any, list[list[int]]]:
+        """Return what each row of each group of beams has generated; nothing where that cannot be read."""
+        texts: dict[Any, list[list[int]]] = {}
+        for group in {w.beam.group: None for w in who if w.beam is not None}:
+            try:
+                texts[group] = self._beams.texts(group)
+            except (AttributeError, IndexError, TypeError, ValueError):
+                # Not what the adapter knows of SGLang's choices.
+                texts[group] = []
+        return texts
+
+    def _request(self, w: Noted, prefix: int, extend: int, *, needed: int, length: int) -> ForwardRequest:
+        """Describe a request that is no beam search.
+
+        Args:
+            w: the request.
+            prefix, extend: its lengths.
+            needed: how many of its own tokens have to be known, less what all requests need to be known ahead.
+            length: of what it is sure to own if the forward's result is taken.
+        """
+        req, row = w.req, _expect_known(w)
+        if needed and self._known(req) < needed + self._lookahead:
+            raise UnknownKindError("a request whose own tokens the host does not have")
+        return ForwardRequest(
+            request_id=req.rid,
+            row=row,
+            owner=self._owners.owner(req),
             prefix_len=prefix,
             extend_len=extend,
-            tokens=tokens_of(w.req),
-            identity=identity_of(w.req),
-            discarded=_discarded(w.req, prefix + (1 if drafts else extend)) if overlap else None,
+            tokens=self._tokens_of(req),
+            identity=identity_of(req),
+            discarded=_discarded(req, length) if self._overlap else None,
         )
-        for w, (prefix, extend) in zip(who, lens, strict=True)
-    ]
+
+    def _of_beam(
+        self, w: Noted, beam: beams.Beam, texts: list[list[int]], prefix: int, extend: int, anew: int
+    ) -> tuple[ForwardRequest, int]:
+        """Describe one row of a group of beams; return it, and how many tokens have to be hashed anew for it.
+
+        Args:
+            w, beam: the row.
+            texts: what each row of the group has generated.
+            prefix, extend: its lengths.
+            anew: tokens that rows before it in this forward have to be hashed anew.
+        """
+        req, row = w.req, _expect_known(w)
+        prompt = req.origin_input_ids
+        if beam.place >= len(texts) or len(prompt) + len(texts[beam.place]) != prefix + extend:
+            raise UnknownKindError("a row of a beam search whose tokens the host does not have")
+        text = texts[beam.place]
+        more = 0 if self._beams.goes_on(beam, text) or (not beam.place and len(text) == 1) else prefix
+        if anew + more > beams.MOST_ANEW:
+            raise UnknownKindError(
+                f"a row of a beam search whose text has changed, behind {beams.MOST_ANEW} such tokens in one forward"
+            )
+        key = self._beams.owner_key(req, beam, text)
+        described = ForwardRequest(
+            request_id=f"{req.rid} beam {beam.place + 1}",
+            row=row,
+            owner=self._owners.owner(key),
+            prefix_len=prefix,
+            extend_len=extend,
+            tokens=_concatenated(prompt, text),
+            identity=identity_of(req),
+            discarded=beams.discarded(beam.group, len(text)) if self._overlap else None,
+        )
+        return described, more
 
 
 def own_tokens(req: Any) -> Callable[[int, int], list[int]]:
     """Return a function that gives a request's own tokens, prompt first; it follows the request as it grows."""
 
     def tokens(start: int, end: int) -> list[int]:
-        prompt, output = req.origin_input_ids, req.output_ids
-        n = len(prompt)
-        if start >= n:
-            return list(output[start - n : end - n])
-        return list(prompt[start:end]) + list(output[: max(0, end - n)])
+        return _concatenated(req.origin_input_ids, req.output_ids)(start, end)
 
     return tokens
+
+
+def known_tokens(req: Any) -> int:
+    """Return how many tokens `own_tokens` has of a request by now."""
+    return len(req.origin_input_ids) + len(req.output_ids)
 
 
 def identity_of(req: Any) -> int:
@@ -147,6 +275,35 @@ def identity_of(req: Any) -> int:
     """
     parts = [(name, getattr(req, name, None)) for name in ("extra_key", "cache_salt")]
     return identity_word(*(text for name, value in parts if value for text in (name, str(value))))
+
+
+def _concatenated(prompt: Sequence[int], output: Sequence[int]) -> Callable[[int, int], list[int]]:
+    def tokens(start: int, end: int) -> list[int]:
+        n = len(prompt)
+        if start >= n:
+            return list(output[start - n : end - n])
+        return list(prompt[start:end]) + list(output[: max(0, end - n)])
+
+    return tokens
+
+
+def _row(req: Any) -> int | None:
+    row = getattr(getattr(req, "kv", None), "req_pool_idx", None)
+    return None if row is None else int(row)
+
+
+def _expect_known(w: Noted) -> int:
+    """Return the row of a request that is like those that the adapter knows.
+
+    Raises:
+        UnknownKindError: something of it is missing.
+    """
+    for name in _NEEDED:
+        if getattr(w.req, name, None) is None:
+            raise UnknownKindError(f"a request without {name}")
+    if w.row is None:
+        raise UnknownKindError("a request without a row")
+    return w.row
 
 
 def _discarded(req: Any, length: int) -> Callable[[], bool]:

@@ -1,0 +1,193 @@
+"""What the canary says leaves the engine's thread: nobody who posts waits, and what is dropped is counted and said."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kv_canary import output
+from kv_canary.output import BackgroundLogger, Output
+
+from .engine import Engine, full_engine
+from .test_observers import flip
+
+
+class Blocking(logging.Handler):
+    """A handler that waits until it is let go; at most half a minute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.gate.wait(30)
+        self.told.append(record.getMessage())
+
+
+@pytest.fixture
+def blocking() -> Iterator[Blocking]:
+    """A handler of the canary's log that blocks until the test has ended, or lets it go."""
+    handler = Blocking()
+    logger = logging.getLogger("kv_canary")
+    logger.addHandler(handler)
+    yield handler
+    handler.gate.set()
+    assert output.drain()
+    logger.removeHandler(handler)
+
+
+def damaged(**options: object) -> Engine:
+    """Return an engine whose next step finds a violation, and the one after that reports it."""
+    engine = full_engine(**options)
+    a = engine.add("a", 60)
+    engine.step((a, 20))
+    engine.step((a, 1))
+    flip(engine, "a", 3)
+    return engine
+
+
+def test_a_handler_that_blocks_costs_the_step_nothing(blocking: Blocking) -> None:
+    engine = damaged()
+    a = engine.requests["a"]
+    began = time.monotonic()
+    for _ in range(4):
+        engine.step((a, 1))
+    engine.manager.flush()
+    assert time.monotonic() - began < 2
+    assert engine.manager.summary().violations == 4
+    assert not blocking.told
+    blocking.gate.set()
+    assert output.drain()
+    assert any("incident 1" in line for line in blocking.told)
+
+
+def test_a_file_that_is_locked_costs_the_step_nothing_and_one_wait_in_all(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    engine = damaged(event_log=path, mode="log")
+    a = engine.requests["a"]
+    with path.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        began = time.monotonic()
+        for _ in range(20):
+            engine.step((a, 1))
+        engine.manager.flush()
+        took = time.monotonic() - began
+        assert output.drain()
+        drained = time.monotonic() - began
+    # Twenty reports, each of which would have waited 0.1 s; the thread waits once and pauses.
+    assert took < 1.5
+    assert drained < took + 1
+    engine.manager.close()
+    assert '"lost"' in path.read_text()
+
+
+def test_the_event_log_is_its_owners_alone(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        damaged(event_log=tmp_path / "events.jsonl")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "events.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_handler_that_raises_reaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Raises(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError("handler broke")
+
+    handler = Raises()
+    logging.getLogger("kv_canary").addHandler(handler)
+    before = output.OUTPUT.failed
+    try:
+        engine = damaged()
+        for _ in range(3):
+            engine.step((engine.requests["a"], 1))
+        engine.manager.flush()
+        assert output.drain()
+    finally:
+        logging.getLogger("kv_canary").removeHandler(handler)
+    assert engine.manager.summary().violations == 3
+    assert output.OUTPUT.failed > before
+
+
+def test_what_does_not_fit_is_dropped_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    queue = Output(capacity=4, linger=0.1)
+    gate = threading.Event()
+    done: list[int] = []
+    assert queue.post(gate.wait)
+    while queue._waiting:
+        time.sleep(0.001)
+    assert [queue.post(lambda i=i: done.append(i)) for i in range(6)] == [True] * 4 + [False] * 2
+    assert queue.dropped == 2
+    gate.set()
+    assert queue.drain(10)
+    assert done == [0, 1, 2, 3]
+    deadline = time.monotonic() + 10
+    while "2 log lines, events or bundles were dropped" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "2 log lines, events or bundles were dropped" in caplog.text
+
+
+def test_the_thread_is_there_only_while_there_is_work() -> None:
+    queue = Output(linger=0.05)
+    assert queue._thread is None
+    queue.post(lambda: None)
+    thread = queue._thread
+    assert thread is not None
+    thread.join(10)
+    assert not thread.is_alive()
+    done: list[int] = []
+    queue.post(lambda: done.append(1))
+    assert queue.drain(10)
+    assert done == [1]
+
+
+def test_draining_waits_no_longer_than_it_is_told() -> None:
+    queue, gate = Output(), threading.Event()
+    queue.post(gate.wait)
+    began = time.monotonic()
+    assert not queue.drain(0.1)
+    assert time.monotonic() - began < 5
+    gate.set()
+    assert queue.drain(10)
+
+
+def test_lines_are_as_of_the_call(caplog: pytest.LogCaptureFixture) -> None:
+    queue, gate = Output(), threading.Event()
+    logger = BackgroundLogger(logging.getLogger("kv_canary"), queue)
+    queue.post(gate.wait)
+    what = ["first"]
+    with caplog.at_level(logging.INFO, "kv_canary"):
+        logger.info("said: %s", what)
+    what[0] = "changed"
+    logger.info("below the level")
+    gate.set()
+    assert queue.drain(10)
+    assert [(r.getMessage(), r.filename) for r in caplog.records] == [("said: ['first']", "test_output.py")]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_forked_child_says_its_own_and_ends(tmp_path: Path) -> None:
+    gate = threading.Event()
+    # Work is under way, and the lock is held, when the process is forked.
+    output.post(gate.wait)
+    with output.OUTPUT._lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            output.post(lambda: (tmp_path / "child").write_text("said"))
+            os._exit(0 if output.drain(10) else 1)
+    gate.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (tmp_path / "child").read_text() == "said"
+    assert output.drain()
