@@ -8,7 +8,7 @@ tokens and the bytes that lie there then. That is counted, and says nothing of w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -154,6 +154,12 @@ class Unverified:
             self._take_in(group, table, new)
         for r in requests:
             looks[r.row] = (r.owner, r.identity, self._markings, r.prefix_len + r.extend_len)
+
+    def look_again(self, rows: Iterable[int]) -> None:
+        """Take in that what these rows of the tables name may have changed, by the engine's prefix cache, say."""
+        for looks in self._looks.values():
+            for row in rows:
+                looks.pop(row, None)
 
     def _has_seen(self, look: _Look | None, request: ForwardRequest) -> bool:
         return (

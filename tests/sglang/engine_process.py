@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,19 @@ class Round:
         new_tokens: to generate for each.
         abort: which of them to abort, by their index, once a few tokens have come.
         flush: empty the cache first.
+        beams: the beam width of some of them, by their index.
     """
 
     prompts: Sequence[Sequence[int]]
     new_tokens: int
     abort: Sequence[int] = ()
     flush: bool = False
+    beams: Mapping[int, int] = field(default_factory=dict)
+
+    def beam_width(self, index: int) -> int | None:
+        """Return the beam width of a prompt; None: it is no beam search."""
+        # JSON has made strings of the numbers.
+        return {int(i): width for i, width in self.beams.items()}.get(index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +50,16 @@ class EngineRun:
     """What came of it.
 
     Args:
-        outputs: of each round, of each prompt; those of aborted requests are whatever had come.
+        outputs: of each round, of each prompt; those of aborted requests are whatever had come, those of beam searches
+            the best beam's.
+        beams: of each round, of each prompt: what all of its beams have generated, the best first; [] without beams.
         cached: how many tokens of each prompt were found in the cache.
         states: the internal states of the schedulers at the end.
         log: all that the processes wrote.
     """
 
     outputs: list[list[list[int]]]
+    beams: list[list[list[list[int]]]]
     cached: list[list[int]]
     states: list[dict[str, Any]]
     log: str
@@ -111,15 +121,16 @@ def main(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text())
     engine = sglang.Engine(**job["args"])
     try:
-        outputs, cached = [], []
+        outputs, beams, cached = [], [], []
         for number, one in enumerate(job["rounds"]):
             if one["flush"]:
                 engine.flush_cache()
             answers = engine.loop.run_until_complete(_serve(engine, number, Round(**one)))
             outputs.append([answer["output_ids"] for answer in answers])
+            beams.append([[b["output_ids"] for b in a["meta_info"].get("beam_results", ())] for a in answers])
             cached.append([answer["meta_info"]["cached_tokens"] for answer in answers])
         states = engine.get_server_info()["internal_states"]
-        result = json.dumps({"outputs": outputs, "cached": cached, "states": states}, default=str)
+        result = json.dumps({"outputs": outputs, "beams": beams, "cached": cached, "states": states}, default=str)
         (folder / "result.json").write_text(result)
     finally:
         engine.shutdown()
@@ -129,6 +140,8 @@ async def _serve(engine: Any, number: int, one: Round) -> list[dict[str, Any]]:
     async def ask(index: int) -> dict[str, Any]:
         rid = f"round {number} prompt {index}"
         sampling = {"temperature": 0, "max_new_tokens": one.new_tokens, "ignore_eos": True}
+        if width := one.beam_width(index):
+            sampling |= {"beam_width": width, "n": width}
         answers = await engine.async_generate(
             input_ids=list(one.prompts[index]), sampling_params=sampling, stream=True, rid=rid
         )

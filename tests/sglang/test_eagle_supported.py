@@ -159,7 +159,7 @@ def test_lengths_of_every_kind_of_forward() -> None:
 def test_lengths_that_the_batch_has_not_are_given() -> None:
     extend = batch(ForwardMode.DRAFT_EXTEND_V2, None, spec_info=SimpleNamespace(num_tokens_per_req=4))
     assert speculative.describe_forward(extend, seq_lens=[10, 20]) == [(10, 4), (20, 4)]
-    with pytest.raises(ValueError, match="seq_lens_cpu must be known on the host"):
+    with pytest.raises(ValueError, match="lengths are not on the host"):
         speculative.describe_forward(extend)
 
 

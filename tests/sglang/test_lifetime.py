@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from kv_canary.capacities import CanaryLimits
 from kv_canary.constants import RECORD_WORDS, WRITER_WORD
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.sglang import lifetime, pools
+from kv_canary.guard import Guard
 from kv_canary.pools import BufferGroup
 
 pytest.importorskip("sglang")
@@ -348,27 +351,46 @@ def test_the_rest_of_a_page_that_was_brought_back_stays_freed():
     assert engine.live(engine.groups[0]) == set(again[:5].tolist())
 
 
-def test_its_own_faults_are_guarded_against():
+def test_its_own_faults_go_no_further_and_are_told():
     kv, allocator = make_allocator("token", 1)
-    groups, failed = pools.attach(kv, name="", read_bytes=16), []
+    groups, guard, lost = pools.attach(kv, name="", read_bytes=16), Guard(contains=True), []
 
-    def guarded(part: Any) -> None:
-        try:
-            part()
-        except RuntimeError as error:
-            failed.append(str(error))
+    @contextlib.contextmanager
+    def following(what: str) -> Iterator[None]:
+        with guard.contain(what) as part:
+            yield
+        if part.failed:
+            lost.append(what)
 
     def cleared() -> None:
         raise RuntimeError("of its own")
 
-    lifetime.Lifetime(allocator, groups, patches=Patches(), cleared=cleared, guarded=guarded)
+    life = lifetime.Lifetime(allocator, groups, patches=Patches(), cleared=cleared, following=following)
     copy = allocator.get_cpu_copy(allocator.alloc(3))
     groups[0].pool.records = groups[0].pool.records[:, :3]
     allocator.load_cpu_copy(copy, torch.tensor([4, 5, 6]))
+    life._note = None
+    slots = allocator.alloc(5)
+    allocator.free(slots)
+    assert allocator.available_size() == SLOTS - 3
     allocator.clear()
-    assert len(failed) == 2
-    assert failed[1] == "of its own"
     assert allocator.available_size() == SLOTS
+    assert lost == ["what comes back from the host", "what is freed", "an emptied cache"]
+    assert guard.failures.total() == 3
+
+
+def test_what_comes_back_without_records_counts_as_unverified():
+    engine = Engine("token", 1)
+    slots, unverified = engine.alloc(6), []
+    engine.lifetime._unverify = lambda pool, slots: unverified.append((pool, slots.tolist()))
+    pool = engine.groups[0].pool
+    pool.records[slots[4:]] = 0
+    copy, unseen = engine.allocator.get_cpu_copy(slots), engine.allocator.get_cpu_copy(slots[:2])
+    engine.lifetime._kept_records.pop(lifetime._first_tensor(unseen))
+    again = engine.alloc(6)
+    engine.allocator.load_cpu_copy(copy, again)
+    engine.allocator.load_cpu_copy(unseen, again[:2])
+    assert unverified == [(pool, again[4:].tolist()), (pool, again[:2].tolist())]
 
 
 def test_kept_records_go_with_the_copy():

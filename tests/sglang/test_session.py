@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from kv_canary import output
 from kv_canary.constants import OWNER_MASK
 from kv_canary.engines.sglang import batches, session, support
 from kv_canary.reports import CanaryViolationError
@@ -77,21 +78,26 @@ def test_findings_are_told_when_the_scheduler_is_idle(llama, caplog):
     assert "the last" in caplog.text
 
 
-def test_a_fault_of_its_own_turns_it_off_in_log_mode_and_the_engine_goes_on(llama, monkeypatch, caplog):
+def test_after_a_fault_of_its_own_the_engine_goes_on_and_so_does_the_canary_in_log_mode(llama, monkeypatch, caplog):
     scheduler = build(llama, "log")
     monkeypatch.setattr(batches, "identity_of", lambda req: 1 // 0)
     req = engine.submit(scheduler, tokens(70), 5)
     engine.run_all(scheduler)
     assert engine.is_greedy(llama, req.origin_input_ids, req.output_ids)
     state = session.current().status()
-    assert (state["status"], state["steps"]) == ("disabled", 0)
-    assert state["off"] == "failed: ZeroDivisionError: integer division or modulo by zero"
-    assert "the canary has failed and is OFF" in caplog.text
+    assert (state["off"], state["violations"], state["skipped"]) == ("", 0, 6)
+    assert state["failures"] == {"describing a forward: ZeroDivisionError": 6}
+    output.drain()
+    assert caplog.text.count("describing a forward failed (ZeroDivisionError)") == 1
     monkeypatch.undo()
+    # What was written unseen is taken in from the request's own tokens, and is then verified as everything else.
     again = engine.submit(scheduler, tokens(70), 5)
     engine.run_all(scheduler)
     assert again.output_ids == req.output_ids
-    assert session.current().status()["steps"] == 0
+    session.current().manager.flush()
+    state = session.current().status()
+    assert (state["violations"], state["skipped"], state["unverified"]) == (0, 6, len(again.origin_input_ids))
+    assert state["positions_verified"] == state["positions_relied_on"] > 4 * 70
 
 
 def test_a_fault_of_its_own_is_raised_in_raise_mode(llama, monkeypatch):
@@ -202,10 +208,14 @@ def test_owners_are_by_request_not_by_name():
     assert owners.owner(first) == owners.owner(first) == 1
     assert owners.owner(second) == 2
     assert (owners.name(1), owners.name(2), owners.name(3)) == ("the same name", "the same name", None)
+    # Numbers come round once their 24 bits are used up: those of requests that still live are left out.
+    owners._numbers._last = OWNER_MASK
     del first
-    owners._last = OWNER_MASK
+    assert owners.owner(Req()) & OWNER_MASK == 1
+    owners._numbers._last = 2 * OWNER_MASK + 3
     third = Req()
-    assert owners.owner(third) == 1
+    assert owners.owner(third) & OWNER_MASK == 3
+    assert owners.owner(second) == 2
 
 
 def test_a_result_that_was_thrown_away_is_told_from_one_that_was_taken():

@@ -83,7 +83,7 @@ class Owners:
 
 def note(forward_batch: Any, schedule_batch: Any) -> None:
     """Remember with a forward batch which requests it was made of, and which rows are whose."""
-    who = [Noted(req=req, row=_row(req)) for req in schedule_batch.reqs]
+    who = [Noted(req=req, row=row_of(req)) for req in schedule_batch.reqs]
     for number, beam, row in beams.rows(schedule_batch):
         if beam.place:
             who.append(Noted(req=who[number].req, row=row, beam=beam))
@@ -287,7 +287,8 @@ def _concatenated(prompt: Sequence[int], output: Sequence[int]) -> Callable[[int
     return tokens
 
 
-def _row(req: Any) -> int | None:
+def row_of(req: Any) -> int | None:
+    """Return the row that a request has in SGLang's tables, or None if it has none."""
     row = getattr(getattr(req, "kv", None), "req_pool_idx", None)
     return None if row is None else int(row)
 

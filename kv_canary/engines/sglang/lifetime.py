@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ class Lifetime:
         groups: the groups whose slots it gives out, those of draft models included: they share its slot numbers.
         patches: what its methods are wrapped with.
         cleared: called when the engine has emptied the allocator, and with it the cache: no record means anything now.
-        guarded: runs a part of the canary that may fail where the engine must not.
+        unverify: called with a pool and int64 slots whose content nobody can say.
+        following: gives the context, by what is done, of a part of the canary that may fail where the engine must not;
+            where it did, no slot's record may be relied on.
     """
 
     def __init__(
@@ -40,9 +43,10 @@ class Lifetime:
         *,
         patches: Patches,
         cleared: Callable[[], None],
-        guarded: Callable[[Callable[[], None]], Any] = lambda part: part(),
+        unverify: Callable[[KvPool, torch.Tensor], None] = lambda pool, slots: None,
+        following: Callable[[str], AbstractContextManager[Any]] = lambda part: nullcontext(),
     ) -> None:
-        self._cleared, self._guarded = cleared, guarded
+        self._cleared, self._unverify, self._following = cleared, unverify, following
         self._freed: dict[int, list[torch.Tensor]] = {}
         # By owner of the slots: the pools that they are slots of.
         self._pools: dict[int, list[KvPool]] = {}
@@ -90,17 +94,19 @@ class Lifetime:
         offsets = torch.arange(half.page_size, dtype=torch.int64, device=half.device)
 
         def free(original: Callable[..., Any], free_index: torch.Tensor) -> Any:
-            held_back = half.free_group is not None
+            held_back = getattr(half, "free_group", None) is not None
             result = original(free_index)
-            if not held_back and free_index.numel():
-                # A copy: the engine may have given us a part of a request's row.
-                self._note(half, free_index.to(torch.int64, copy=True))
+            with self._following("what is freed"):
+                if not held_back and free_index.numel():
+                    # A copy: the engine may have given us a part of a request's row.
+                    self._note(half, free_index.to(torch.int64, copy=True))
             return result
 
         def release(original: Callable[..., Any], *page_ids: torch.Tensor) -> Any:
             result = original(*page_ids)
-            for pages in page_ids:
-                self._note(half, (pages.to(torch.int64)[:, None] * half.page_size + offsets).view(-1))
+            with self._following("what is freed"):
+                for pages in page_ids:
+                    self._note(half, (pages.to(torch.int64)[:, None] * half.page_size + offsets).view(-1))
             return result
 
         # All ways to free pages end there; slots have but one way.
@@ -114,20 +120,23 @@ class Lifetime:
 
     def _clear(self, original: Callable[..., Any]) -> Any:
         result = original()
-        self._freed.clear()
-        self._guarded(self._cleared)
+        with self._following("an emptied cache"):
+            self._freed.clear()
+            self._cleared()
         return result
 
     def _copy_to_host(self, original: Callable[..., Any], indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         copy = original(indices, *args, **kwargs)
-        self._guarded(lambda: self._keep(copy, indices))
+        with self._following("what is copied to the host"):
+            self._keep(copy, indices)
         return copy
 
     def _copy_back(
         self, original: Callable[..., Any], copy: Any, indices: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         result = original(copy, indices, *args, **kwargs)
-        self._guarded(lambda: self._bring_back(copy, indices))
+        with self._following("what comes back from the host"):
+            self._bring_back(copy, indices)
         return result
 
     def _keep(self, copy: Any, indices: torch.Tensor) -> None:
@@ -146,13 +155,19 @@ class Lifetime:
         """Give kept records to the slots that the bytes have come back to; the engine has waited for the device."""
         key = _first_tensor(copy)
         kept = {} if key is None else self._kept_records.pop(key, {})
-        for pool, parts in kept.items():
-            slots = _translate(indices, self._kept[pool])
-            for records, part in zip(pool.buffers, parts, strict=True):
+        for pool, lut in self._kept.items():
+            slots = _translate(indices, lut)
+            self._unfree(pool, slots)
+            if pool not in kept:
+                # Copied when nobody could follow it.
+                self._unverify(pool, slots)
+                continue
+            for records, part in zip(pool.buffers, kept[pool], strict=True):
                 records[slots] = part
                 # Slots that are not mapped any more, or not yet, were all taken for this one.
                 records[0] = 0
-            self._unfree(pool, slots)
+            # There was no record to keep where nobody had looked: see CanaryManager.unverify.
+            self._unverify(pool, slots[(kept[pool][0] == 0).all(dim=1)])
 
     def _unfree(self, pool: KvPool, slots: torch.Tensor) -> None:
         """Forget that `slots` were freed: they have been handed out again, and have new records already."""

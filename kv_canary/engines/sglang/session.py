@@ -9,21 +9,24 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+
+import torch
 
 from kv_canary.capacities import CanaryLimits
 from kv_canary.config import CanaryConfig
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.sglang import batches, hooks, lifetime, plugin, pools, radix, speculative, support, transfer
 from kv_canary.forward import ForwardBatch, SingleForwardManager
+from kv_canary.host import send
 from kv_canary.manager import CanaryManager
+from kv_canary.output import logger
 from kv_canary.pools import BufferGroup
 from kv_canary.reports import CanaryViolationError
 from kv_canary.sweep import CachedSlots
-
-logger = logging.getLogger("kv_canary")
 
 _current: Session | None = None
 
@@ -50,7 +53,7 @@ def install(scheduler: Any, *_: Any, **__: Any) -> None:
 def note_requests(forward_batch: Any, _cls: Any, schedule_batch: Any, *_: Any, **__: Any) -> None:
     """Called after `ForwardBatch.init_new`: keep who the forward is of."""
     if _current is not None:
-        batches.note(forward_batch, schedule_batch)
+        _current.note(forward_batch, schedule_batch)
 
 
 def forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +72,7 @@ def idle(*_: Any, **__: Any) -> None:
 def add_to_internal_state(result: Any, *_: Any, **__: Any) -> None:
     """Called after `Scheduler.get_internal_state`, which `/get_server_info` shows."""
     if _current is not None:
-        result.internal_state["kv-canary"] = _current.status()
+        _current.show(result.internal_state)
 
 
 class Session:
@@ -93,10 +96,11 @@ class Session:
             # Every rank is a process with a port of its own.
             config = dataclasses.replace(config, metrics_port=config.metrics_port + support.rank(scheduler))
         self.scheduler = scheduler
-        # Why the canary was turned off, if it was.
+        # Why the canary is off: "closed", once it is.
         self.off = ""
+        # Requests that were left out of forwards, by what is not known of them.
+        self.left_out: Counter[str] = Counter()
         self.owners = batches.Owners()
-        self._overlap = bool(scheduler.enable_overlap)
         self._patches = Patches()
         self._anchored = False
         # Whether something was launched since the last look at what was found.
@@ -126,7 +130,8 @@ class Session:
                 groups,
                 patches=self._patches,
                 cleared=self._cleared,
-                guarded=self._guarded,
+                unverify=lambda pool, slots: self.manager.unverify(pool, slots),
+                following=self._following,
             )
             if not self._lifetime.tracks:
                 config = dataclasses.replace(config, track_lifetime=False, quarantine=False)
@@ -150,8 +155,13 @@ class Session:
         try:
             if not scheduler.spec_algorithm.is_none():
                 self._speculation = speculative.Speculation(
-                    scheduler.draft_worker, patches=self._patches, step=self._one_step, forward=self.forward
+                    scheduler.draft_worker,
+                    patches=self._patches,
+                    step=self.manager.one_step,
+                    forward=self.forward,
+                    following=self._contain,
                 )
+            self._patches.wrap(scheduler.tree_cache, "checkpoint", self._checkpoint)
             transfer.watch(
                 scheduler,
                 self.manager,
@@ -159,12 +169,19 @@ class Session:
                 patches=self._patches,
                 owner_of=self.owners.owner,
                 retire_freed=self._retire_freed,
-                guarded=self._guarded,
+                following=self._following,
             )
         except BaseException:
             self._patches.undo_all()
             self.manager.close()
             raise
+        self._describer = batches.Describer(
+            owners=self.owners,
+            tokens_of=batches.own_tokens if self._speculation is None else self._speculation.tokens,
+            known=batches.known_tokens if self._speculation is None else self._speculation.known,
+            lookahead=max(g.token_offset for g in groups),
+            overlap=bool(scheduler.enable_overlap),
+        )
         logger.info(
             "kv-canary: installed into sglang %s: mode %s, backend %s, groups %s, lifetime tracked: %s",
             hooks.sglang_version(),
@@ -174,32 +191,46 @@ class Session:
             self._lifetime.tracks,
         )
 
+    def note(self, forward_batch: Any, schedule_batch: Any) -> None:
+        """Keep with a forward batch who the forward is of."""
+        with self._contain("noting the requests of a batch"):
+            batches.note(forward_batch, schedule_batch)
+
     def forward(self, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Verify what a forward is about to read, run it, and record what it has written."""
-        watched = self._guarded(lambda: self._before(runner, forward_batch))
+        """Verify what a forward is about to read, run it, and record what it has written.
+
+        Whatever becomes of the canary, the forward runs once, and what it returns or raises is the engine's own.
+        """
+        watched = self._before(runner, forward_batch)
         try:
             result = original(runner, forward_batch, *args, **kwargs)
         except BaseException:
             if watched is not None:
-                watched.abort()
+                self._give_up(watched)
             raise
         if watched is not None:
-            self._guarded(lambda: self._after(watched))
+            self._after(watched)
         return result
 
     def idle(self) -> None:
         """Report what the last forward found: the scheduler has nothing to do, so that waiting costs nothing."""
         if self._pending and not self.off:
             self._pending = False
-            self._guarded(self.manager.flush)
+            self.manager.flush()
+
+    def show(self, internal_state: dict[str, Any]) -> None:
+        """Put the status into what SGLang shows of a scheduler."""
+        with self._contain("the status"):
+            internal_state["kv-canary"] = self.status()
 
     def status(self) -> dict[str, Any]:
-        """Return what the canary has done, which hooks are live, and why it is off if it is; JSON-ready."""
+        """Return what the canary has done, which hooks are live, and what it could not follow; JSON-ready."""
         summary = self.manager.summary().as_dict()
         if self.off:
             summary["status"] = "disabled"
         return {
             **summary,
+            "left_out": dict(self.left_out),
             "off": self.off,
             "mode": self.manager.config.mode,
             "groups": [g.name for g in self.manager.groups],
@@ -223,28 +254,51 @@ class Session:
             finally:
                 self.manager.close()
 
+    def _contain(self, part: str) -> AbstractContextManager[Any]:
+        return self.manager.guard.contain(part)
+
     @contextlib.contextmanager
-    def _one_step(self) -> Iterator[None]:
-        step = contextlib.ExitStack()
-        self._guarded(lambda: step.enter_context(self.manager.one_step()))
-        try:
+    def _following(self, what: str) -> Iterator[None]:
+        """Contain the following of what becomes of slots: where that fails, no record can be relied on."""
+        with self.manager.guard.contain(f"following {what}") as part:
             yield
-        finally:
-            self._guarded(step.close)
+        if part.failed:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Take in that nobody can say what any slot holds: all of them are taken in anew, as they are read."""
+        for pool in self.manager.pools:
+            self.manager.unverified.forget_all(pool)
 
     def _before(self, runner: Any, forward_batch: Any) -> SingleForwardManager | None:
+        """Begin a forward and run HEAD; return what is to be ended behind it, or None where it goes by unwatched."""
         if self.off or runner not in self._groups or not forward_batch.batch_size:
             return None
         self._retire_freed()
-        watched = self._watched(runner, forward_batch)
-        batch = self._batch(runner, forward_batch)
+        # Slots that it writes without us know of nobody's: see _following.
+        with self._following("a forward"):
+            watched = self._watched(runner, forward_batch)
+            batch, why = self._described(runner, forward_batch)
+            if batch is None:
+                self._describer.forget()
+                watched.skip(self._out_slots(runner, forward_batch.out_cache_loc), why=why)
+                return None
+            self._begin(watched, batch)
+            return watched
+        return None
+
+    def _begin(self, watched: SingleForwardManager, batch: ForwardBatch) -> None:
+        failures = self.manager.guard.failures.total()
         try:
             watched.begin(batch)
             watched.head()
         except BaseException:
+            self._describer.forget()
             watched.abort()
             raise
-        return watched
+        if self.manager.guard.failures.total() != failures:
+            # How far it came is not known.
+            self._describer.forget()
 
     def _after(self, watched: SingleForwardManager) -> None:
         self._pending = True
@@ -255,6 +309,13 @@ class Session:
             watched.abort()
             raise
 
+    def _give_up(self, watched: SingleForwardManager) -> None:
+        """Take in that the engine's forward has raised, which goes on to the engine, and nothing else."""
+        try:
+            watched.abort()
+        except Exception:
+            logger.exception("kv-canary: sglang adapter: a forward that raised could not be given up")
+
     def _watched(self, runner: Any, forward_batch: Any) -> SingleForwardManager:
         """Return the canary of a forward of this kind; drafts that may be rejected are told apart."""
         groups = [g.name for g in self._groups[runner]]
@@ -263,54 +324,77 @@ class Session:
         inner = speculative.is_draft(forward_batch)
         return self.manager.forward(f"{groups[0]}, drafting" if inner else groups[0], groups=groups, inner=inner)
 
+    def _described(self, runner: Any, forward_batch: Any) -> tuple[ForwardBatch | None, str]:
+        """Return what can be said of a forward; None, and why, where that is nothing."""
+        why = "the canary has failed to describe it"
+        with self._contain("describing a forward"):
+            try:
+                return self._batch(runner, forward_batch), ""
+            except batches.UnknownKindError as error:
+                why = str(error)
+        return None, why
+
     def _batch(self, runner: Any, forward_batch: Any) -> ForwardBatch:
         speculation = self._speculation
-        described = batches.requests(
+        described = self._describer.describe(
             batches.noted(forward_batch),
             batches.lengths(forward_batch) if speculation is None else speculation.describe(forward_batch),
-            owners=self.owners,
-            tokens_of=batches.own_tokens if speculation is None else speculation.tokens,
-            overlap=self._overlap,
             drafts=not forward_batch.forward_mode.is_extend_without_speculative(),
+            ahead=0 if speculation is None else speculation.ahead(forward_batch),
         )
-        self._anchored |= any(r.identity for r in described)
-        tokens = sum(r.extend_len for r in described)
-        table = runner.req_to_token_pool.req_to_token
-        slots = forward_batch.out_cache_loc[:tokens]
-        groups = self._groups[runner]
+        if described.left_out and not described.requests:
+            raise batches.UnknownKindError(described.left_out[0])
+        self._anchored |= any(r.identity for r in described.requests)
+        flat = [t[: described.tokens] for t in (forward_batch.out_cache_loc, forward_batch.input_ids)]
+        slots, input_ids, positions = *flat, forward_batch.positions[: described.tokens]
+        if described.kept is not None:
+            self._leave_out(runner, slots, described)
+            (kept,) = send(self.manager.device, described.kept)
+            slots, input_ids, positions = slots[kept], input_ids[kept], positions[kept]
         return ForwardBatch(
-            requests=described,
-            input_ids=forward_batch.input_ids[:tokens],
-            positions=forward_batch.positions[:tokens],
-            out_slots={g.name: slots if g.lut is None else g.lut[slots] for g in groups},
-            tables={g.name: table for g in groups},
+            requests=described.requests,
+            input_ids=input_ids,
+            positions=positions,
+            out_slots=self._out_slots(runner, slots),
+            tables={g.name: runner.req_to_token_pool.req_to_token for g in self._groups[runner]},
         )
 
+    def _leave_out(self, runner: Any, slots: torch.Tensor, described: batches.Described) -> None:
+        """Take in that some requests of a forward go by unwatched; the others lose nothing by it."""
+        for why in described.left_out:
+            if why not in self.left_out:
+                logger.warning(
+                    "kv-canary: sglang adapter: left out of the forwards that it is in, which writes what counts as "
+                    "unverified: %s. Others of this kind are counted, see left_out in the internal state",
+                    why,
+                )
+            self.left_out[why] += 1
+        mine = set(described.kept or ())
+        (others,) = send(self.manager.device, [n for n in range(described.tokens) if n not in mine])
+        for group in self._groups[runner]:
+            self.manager.unverify(group.pool, self._out_slots(runner, slots[others])[group.name])
+
+    def _out_slots(self, runner: Any, slots: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Return the slots that a forward writes, by group; nothing where nobody can say."""
+        if slots is None:
+            return {}
+        return {g.name: slots if g.lut is None else g.lut[slots] for g in self._groups[runner]}
+
     def _retire_freed(self) -> None:
-        for pool, slots in self._lifetime.take():
-            self.manager.retire(pool, slots)
+        with self._following("what was freed"):
+            for pool, slots in self._lifetime.take():
+                self.manager.retire(pool, slots)
 
     def _cached(self) -> Sequence[CachedSlots]:
         return radix.cached(self.scheduler.tree_cache, self.manager.groups, anchored=self._anchored)
 
+    def _checkpoint(self, original: Callable[..., Any], req: Any, *args: Any, **kwargs: Any) -> Any:
+        """Called around the prefix cache's own: what it has already, it gives the request's row in place of its own."""
+        result = original(req, *args, **kwargs)
+        with self._contain("following the prefix cache"):
+            if (row := batches.row_of(req)) is not None:
+                self.manager.unverified.look_again([row])
+        return result
+
     def _cleared(self) -> None:
         self.manager.clear()
-
-    def _guarded(self, part: Callable[[], Any]) -> Any:
-        """Run a part of the canary; in log mode a fault of its own turns it off, and the engine goes on."""
-        try:
-            return part()
-        except CanaryViolationError:
-            raise
-        except Exception as error:
-            if self.manager.config.mode == "raise":
-                raise
-            self._turn_off(error)
-            return None
-
-    def _turn_off(self, error: Exception) -> None:
-        """Stop for good: forwards that nobody has recorded would look like corruption later."""
-        logger.exception("kv-canary: sglang adapter: the canary has failed and is OFF; the engine goes on unguarded")
-        self.off = f"failed: {type(error).__name__}: {error}"
-        self._patches.undo_all()
-        self.manager.close()

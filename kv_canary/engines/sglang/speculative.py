@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +101,7 @@ def describe_forward(
             the host.
 
     Raises:
-        ValueError: the batch is of a kind that the adapter does not know, or its lengths are not on the host.
+        UnknownKindError: the batch is of a kind that the adapter does not know, or its lengths are not on the host.
     """
     mode = forward_batch.forward_mode
     if mode.is_target_verify():
@@ -125,6 +125,7 @@ class Speculation:
         step: makes the forwards inside the block one step of the canary.
         forward: called around forwards of the draft model that do not go through `ModelRunner.forward`, with the
             original, the runner and the forward batch.
+        following: gives the context, by what is done, of a part of the canary that may fail where the engine must not.
     """
 
     def __init__(
@@ -134,11 +135,15 @@ class Speculation:
         patches: Patches,
         step: Callable[[], AbstractContextManager[Any]],
         forward: Callable[..., Any],
+        following: Callable[[str], AbstractContextManager[Any]] = lambda part: nullcontext(),
     ) -> None:
         self._step = step
         self._forward = forward
+        self._following = following
         self._runner = worker.draft_worker.draft_runner
         self._drafted = 0
+        # Whether a draft of this chain could not be described: those behind it cannot, either.
+        self._broken = False
         # The requests of the target's last forward, and their lengths.
         self._target: list[tuple[Any, int, int]] = []
         # What the last step has chosen and, once this one has, what this one has.
@@ -156,23 +161,38 @@ class Speculation:
         """Return (prefix, extend) of every request of the forward that is about to run; once for each forward.
 
         Raises:
-            ValueError: see `describe_forward`.
+            UnknownKindError: see `describe_forward`; or a draft before this one could not be described.
         """
-        who = [noted.req for noted in batches.noted(forward_batch)]
-        mode = forward_batch.forward_mode
-        seq_lens = None
-        if forward_batch.seq_lens_cpu is None:
-            if mode.is_draft_extend_v2():
-                seq_lens = [prefix for _, prefix, _ in self._target]
-            elif mode.is_decode() or mode.is_target_verify():
-                # The last token is the one that is not in the cache.
-                seq_lens = [self._known(req) - 1 for req in who]
-        lens = describe_forward(forward_batch, drafted=self._drafted, seq_lens=seq_lens)
-        if is_draft(forward_batch):
+        drafted, draft = self._drafted, is_draft(forward_batch)
+        is_target = not draft and not forward_batch.forward_mode.is_draft_extend_v2()
+        if draft:
             self._drafted += 1
-        elif not mode.is_draft_extend_v2():
-            self._target = [(req, *both) for req, both in zip(who, lens, strict=True)]
+        if is_target:
+            # Nothing is known of it if this raises.
+            self._target = []
+        try:
+            if draft and self._broken:
+                raise batches.UnknownKindError("a draft behind one that was not described")
+            lens = describe_forward(forward_batch, drafted=drafted, seq_lens=self._seq_lens(forward_batch))
+        except batches.UnknownKindError:
+            self._broken = draft or self._broken
+            raise
+        who = batches.noted(forward_batch)
+        if is_target and len(who) == len(lens):
+            self._target = [(w.req, *both) for w, both in zip(who, lens, strict=True)]
         return lens
+
+    def ahead(self, forward_batch: Any) -> int:
+        """Return how many of the tokens before the forward that `describe` was asked for last are drafts."""
+        return self._drafted - 1 if is_draft(forward_batch) else 0
+
+    def known(self, req: Any) -> int:
+        """Return how many tokens `tokens` has of a request by now; waits for what was chosen last."""
+        known = batches.known_tokens(req)
+        for unread in self._unread.get(req, ()):
+            if known <= unread.start:
+                known = unread.start + len(unread.read())
+        return known
 
     def tokens(self, req: Any) -> Callable[[int, int], list[int]]:
         """Return a function that gives a request's own tokens, those included that the scheduler has not taken in."""
@@ -188,32 +208,39 @@ class Speculation:
 
         return tokens
 
-    def _known(self, req: Any) -> int:
-        known = len(req.origin_input_ids) + len(req.output_ids)
-        for unread in self._unread.get(req, ()):
-            if known <= unread.start:
-                known = unread.start + len(unread.read())
-        return known
+    def _seq_lens(self, forward_batch: Any) -> list[int] | None:
+        """Return the lengths at the beginning of the step of a forward whose batch has none on the host."""
+        mode = forward_batch.forward_mode
+        if forward_batch.seq_lens_cpu is not None:
+            return None
+        if mode.is_draft_extend_v2():
+            return [prefix for _, prefix, _ in self._target] or None
+        if mode.is_decode() or mode.is_target_verify():
+            # The last token is the one that is not in the cache.
+            return [self.known(noted.req) - 1 for noted in batches.noted(forward_batch)]
+        return None
 
     def _iterate(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch.forward_mode.is_idle():
             return original(batch, *args, **kwargs)
-        self._drafted = 0
+        self._drafted, self._broken = 0, False
         self._target = []
         with self._step():
             return original(batch, *args, **kwargs)
 
     def _target_forward(self, original: Callable[..., Any], *args: Any, is_verify: bool = False, **kwargs: Any) -> Any:
         result = original(*args, is_verify=is_verify, **kwargs)
-        if not is_verify and result.next_token_ids is not None:
-            # The token behind the prompt; of a chunk that is not the last, the prompt's own comes before it.
-            self._note(result.next_token_ids, None, behind=lambda prefix, extend: prefix + extend)
+        with self._following("what was sampled"):
+            if not is_verify and result.next_token_ids is not None:
+                # The token behind the prompt; of a chunk that is not the last, the prompt's own comes before it.
+                self._note(result.next_token_ids, None, behind=lambda prefix, extend: prefix + extend)
         return result
 
     def _verify(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(batch, *args, **kwargs)
-        # The last token of before is the first that was verified.
-        self._note(result.next_token_ids, result.accept_lens, behind=lambda prefix, extend: prefix + 1)
+        with self._following("what was accepted"):
+            # The last token of before is the first that was verified.
+            self._note(result.next_token_ids, result.accept_lens, behind=lambda prefix, extend: prefix + 1)
         return result
 
     def _replay(self, original: Callable[..., Any], forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -290,6 +317,6 @@ def _lengths(forward_batch: Any, seq_lens: Sequence[int] | None) -> list[int]:
     if seq_lens is not None:
         return list(seq_lens)
     if forward_batch.seq_lens_cpu is None:
-        raise ValueError(must_be("sglang adapter", "seq_lens_cpu", "known on the host", "None"))
+        raise batches.UnknownKindError("a forward whose lengths are not on the host (seq_lens_cpu)")
     lengths: list[int] = forward_batch.seq_lens_cpu.tolist()
     return lengths

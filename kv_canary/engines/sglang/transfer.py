@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def watch(
     patches: Patches,
     owner_of: Callable[[Any], int],
     retire_freed: Callable[[], None],
-    guarded: Callable[[Callable[[], None]], Any],
+    following: Callable[[str], AbstractContextManager[Any]],
 ) -> None:
     """Let records cross with the KV that the scheduler sends or receives, and land what it receives.
 
@@ -54,7 +55,7 @@ def watch(
         owner_of: gives a request its serial number.
         retire_freed: retires the slots that were freed up to now, on the stream of the caller, which is behind every
             forward that was prepared.
-        guarded: runs a part of the canary, as the session does with every part of it.
+        following: see `Lifetime`.
     """
     if not needs_both_records(scheduler.server_args):
         return
@@ -70,7 +71,7 @@ def watch(
         )
     if scheduler.server_args.disaggregation_mode == "decode":
         arrivals = Arrivals(
-            scheduler, manager, lists=lists, owner_of=owner_of, retire_freed=retire_freed, guarded=guarded
+            scheduler, manager, lists=lists, owner_of=owner_of, retire_freed=retire_freed, following=following
         )
         arrivals.watch(patches)
 
@@ -80,7 +81,7 @@ class Arrivals:
 
     Args:
         lists: what crosses; None: no records do.
-        scheduler, manager, owner_of, retire_freed, guarded: see `watch`.
+        scheduler, manager, owner_of, retire_freed, following: see `watch`.
     """
 
     def __init__(
@@ -91,10 +92,10 @@ class Arrivals:
         lists: Lists | None,
         owner_of: Callable[[Any], int],
         retire_freed: Callable[[], None],
-        guarded: Callable[[Callable[[], None]], Any],
+        following: Callable[[str], AbstractContextManager[Any]],
     ) -> None:
         self._scheduler, self._manager, self._lists = scheduler, manager, lists
-        self._owner_of, self._retire_freed, self._guarded = owner_of, retire_freed, guarded
+        self._owner_of, self._retire_freed, self._following = owner_of, retire_freed, following
         # Of requests whose KV is there and that have not run: whether their records came with it.
         self._arrived: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
@@ -106,17 +107,21 @@ class Arrivals:
         patches.wrap(self._scheduler, "_get_new_prebuilt_batch", self._land_batch)
 
     def _note(self, original: Callable[..., Any], queue: Any, decode_req: Any) -> Any:
-        # The receiver is gone afterwards.
-        came = self._lists is not None and self._lists.agree(decode_req.kv_receiver)
+        came = False
+        with self._following("what arrives"):
+            # The receiver is gone afterwards.
+            came = self._lists is not None and self._lists.agree(decode_req.kv_receiver)
         result = original(queue, decode_req)
-        self._arrived[decode_req.req] = came
+        with self._following("what arrives"):
+            self._arrived[decode_req.req] = came
         return result
 
     def _land_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         batch = original(*args, **kwargs)
         if batch is not None:
             # Here the engine has waited for its forwards, and has not yet put anything into its prefix cache.
-            self._guarded(lambda: self._land_all(list(batch.reqs)))
+            with self._following("what has arrived"):
+                self._land_all(list(batch.reqs))
         return batch
 
     def _land_all(self, reqs: list[Any]) -> None:

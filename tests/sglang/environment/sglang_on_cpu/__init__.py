@@ -1,8 +1,8 @@
 """What parts of SGLang want of a GPU though they run on the CPU, or get wrong there; each is asked for by name.
 
 The variable SGLANG_ON_CPU lists modules of this package, with commas: `builtin_canary`, `hybrid_swa`, `pd`,
-`speculative`. SGLang calls `plugin` in each of its processes before anything else of it runs; without the variable it
-does nothing.
+`speculative`; and `troubled_canary`, which is no part of SGLang. SGLang calls `plugin` in each of its processes before
+anything else of it runs; without the variable it does nothing.
 """
 
 from __future__ import annotations
