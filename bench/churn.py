@@ -75,7 +75,7 @@ def live(churn: Churn) -> ChurnResult:
     """
     transformers.logging.set_verbosity_error()
     rng = np.random.default_rng([churn.number, MODELS.index(churn.model)])
-    model = _model(churn.model, churn.device)
+    model = model_of(churn.model, churn.device)
     config = draw_canary(rng, churn.backend)
     samples = int(rng.choice([1, 1, 3]))
     canary = install(model, config=config)
@@ -85,7 +85,7 @@ def live(churn: Churn) -> ChurnResult:
         do_sample=samples > 1, num_return_sequences=samples, eos_token_id=-1, pad_token_id=0, max_new_tokens=24
     )
     manager = model.init_continuous_batching(
-        generation_config=generation, continuous_batching_config=batching_config(**_options(churn.model, rng, happened))
+        generation_config=generation, continuous_batching_config=batching_config(**options(churn.model, rng, happened))
     )
     try:
         manager.warmup()
@@ -109,11 +109,12 @@ def live(churn: Churn) -> ChurnResult:
 
 
 @functools.cache
-def _model(name: str, device: str) -> Any:
+def model_of(name: str, device: str) -> Any:
+    """Return the tiny model of a name; the same one every time."""
     return tiny_model(name, device=device)
 
 
-def _options(name: str, rng: np.random.Generator, happened: Counter[str]) -> dict[str, Any]:
+def options(name: str, rng: np.random.Generator, happened: Counter[str]) -> dict[str, Any]:
     """Return the engine's options: little room or enough, padded inputs or not, either scheduler."""
     tight = bool(rng.random() < 0.6)
     options: dict[str, Any] = {
@@ -176,6 +177,12 @@ def _waves(
                 happened["cancelled while running"] += request_id in seen.prefixes
                 manager.cancel_request(request_id)
             _collect(manager, asked, until=samples * len(asked) - 1)
+
+
+def waves(rng: np.random.Generator, *, count: int) -> list[list[list[int]]]:
+    """Return prompts in waves, some of which share their beginnings."""
+    stems = [_tokens(rng, 2 * PAGE_SIZE) for _ in range(2)]
+    return [_prompts(rng, stems) for _ in range(count)]
 
 
 def _prompts(rng: np.random.Generator, stems: list[list[int]]) -> list[list[int]]:

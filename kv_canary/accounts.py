@@ -274,7 +274,7 @@ class Accounts:
         for status, count in self._statuses.items():
             incomplete.update({bit.name or str(bit): count for bit in Status if bit in status})
         return CanarySummary(
-            status=self._status() if steps else "disabled",
+            status=self._status() if steps or skipped else "disabled",
             steps=steps,
             positions_relied_on=self._relied_on,
             positions_verified=self._verified,

@@ -1,4 +1,4 @@
-"""Keyed hashes in the place of what users have written: token ids, names of requests, and what tokens can be found from.
+"""Keyed hashes in the place of what users have written: tokens, names of requests, and what tokens can be had from.
 
 With the key, or within one process, equal things have equal hashes, so that a report still says which tokens differ and
 which requests meet. Without it nothing can be tried out against them: chains and fingerprints are hashed too, because

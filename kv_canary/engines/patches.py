@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -36,22 +37,21 @@ class Patches:
 
         Raises:
             ValueError: there is no such method, which means that the engine is not what the adapter was made for.
-            RuntimeError: another canary has wrapped it.
         """
-        original = _method(target, name)
-        before = vars(target).get(name)
-        if isinstance(before, _Wrapped) and before.active and before.owner is not self:
-            raise RuntimeError(_taken(target))
-        wrapped = _Wrapped(original, _Around(name, wrapper, self._failed), owner=self)
+        wrapped = _Wrapped(_method(target, name), _Around(name, wrapper, self._failed), before=vars(target).get(name))
 
         def undo() -> None:
             # Somebody else may have wrapped it since, and goes on calling this one.
             wrapped.active = False
-            if vars(target).get(name) is wrapped:
-                if before is None:
-                    delattr(target, name)
-                else:
-                    setattr(target, name, before)
+            if vars(target).get(name) is not wrapped:
+                return
+            before = wrapped.before
+            while isinstance(before, _Wrapped) and not before.active:
+                before = before.before
+            if before is None:
+                delattr(target, name)
+            else:
+                setattr(target, name, before)
 
         setattr(target, name, wrapped)
         self._undo.append(undo)
@@ -62,13 +62,24 @@ class Patches:
         The method is looked up in its class for as long as some object of it is watched; all others get their own.
 
         Raises:
-            ValueError, RuntimeError: as `wrap`.
+            ValueError: as `wrap`.
+            RuntimeError: another canary has wrapped it.
         """
         if name in vars(target):
             self.wrap(target, name, wrapper)
             return
         _method(target, name)
         self._undo.append(_Dispatcher.watch(target, name, _Around(name, wrapper, self._failed)))
+
+    def expect_unwatched(self, target: Any, name: str) -> None:
+        """See that no other canary has wrapped `target.name`.
+
+        Raises:
+            RuntimeError: one has.
+        """
+        found = vars(target).get(name)
+        if isinstance(found, _Wrapped) and found.active:
+            raise RuntimeError(_taken(target))
 
     def undo_all(self) -> None:
         """Take every wrap back, the last first."""
@@ -111,15 +122,20 @@ class _Around:
 class _Wrapped:
     """A method of one object with a wrapper around it; a copy or a pickle has the method alone."""
 
-    def __init__(self, original: Callable[..., Any], around: _Around, *, owner: Patches) -> None:
+    def __init__(self, original: Callable[..., Any], around: _Around, *, before: Any) -> None:
         functools.update_wrapper(self, original)
-        self.active, self.owner = True, owner
+        # Whether the wrapper is to be called, and what the object itself had under the name.
+        self.active, self.before = True, before
         self._original, self._around = original, around
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active:
             return self._original(*args, **kwargs)
         return self._around.call(self._original, args, kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        # As a function does, where what was wrapped is a method of a class.
+        return self if instance is None else types.MethodType(self, instance)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._original, memo)

@@ -191,6 +191,7 @@ class _Watch:
         self._canary = canary
         self._session: Session | None = None
         try:
+            self.patches.expect_unwatched(manager, "_create_batch_processor")
             self.patches.wrap(manager, "_create_batch_processor", self._create)
             self.patches.wrap(manager, "stop", self._stop)
             if manager.batch_processor is not None:

@@ -103,6 +103,8 @@ class Session:
                 on_report=on_report,
                 cached=self._cached,
             )
+            # What it allocates is had now or never.
+            self.manager.forward()
             self._tables = [
                 torch.zeros(limits.max_rows, 256, dtype=torch.int32, device=self.manager.device)
                 for _ in self.layout.groups
@@ -190,8 +192,8 @@ class Session:
                     return None
                 if batch is None:
                     return None
-                forward = self.manager.forward()
                 with self._contained("beginning a forward"), self._on_stream():
+                    forward = self.manager.forward()
                     try:
                         forward.begin(batch)
                         forward.head()

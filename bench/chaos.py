@@ -1,0 +1,491 @@
+"""Does an engine notice when the canary itself fails? Its launches, copies, files, threads and callbacks, at random."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import logging
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import GenerationConfig
+
+from kv_canary import drain, host, launches, ops, output, state, unverified
+from kv_canary.bench import churn
+from kv_canary.bench.facts import facts
+from kv_canary.bench.lives import (
+    CountingEngine,
+    any_action,
+    draw_canary,
+    draw_configs,
+    processes,
+    run_tasks,
+)
+from kv_canary.config import CanaryConfig
+from kv_canary.demo.serving import batching_config
+from kv_canary.difftest.engine.actions import opening
+from kv_canary.engines.transformers import install
+from kv_canary.observers import Observer, events
+from kv_canary.observers.base import StepFacts
+from kv_canary.reports import ViolationReport, bundle, desk
+
+# How often each call below fails; a life has one of them.
+RATES = (0.0005, 0.004, 0.03)
+# Engines of one task, and actions in a life.
+LIVES = 2
+ACTIONS = 80
+# Actions without faults at the end of a life: by then all is as before, and a planted fault is found.
+QUIET = 30
+# Seconds that a life may take before it counts as hung.
+HANGS_AFTER = 600.0
+
+OPS = (
+    "verify_prefixes",
+    "verify_resolved",
+    "write",
+    "plan",
+    "verify",
+    "chain_tails",
+    "scatter_token_ids",
+    "retire",
+    "move",
+)
+# Where else the canary may fail: the object, and the name of what it calls there.
+PLACES: tuple[tuple[Any, str], ...] = (
+    (host.Mailbox, "post"),
+    (host, "send"),
+    (state, "send"),
+    (unverified, "send"),
+    (state.CanaryDeviceState, "branch"),
+    (drain.Drain, "push"),
+    (drain.Drain, "poll"),
+    (drain.Drain, "_fetch"),
+    (launches.GroupLaunches, "prepare"),
+    (launches.ResolvedSlots, "allocate"),
+    (launches.WritePlan, "allocate"),
+    (unverified.Unverified, "_take_in"),
+    (unverified.Unverified, "written"),
+    (unverified.Unverified, "_inside"),
+    (desk.IncidentDesk, "_take"),
+    (desk.IncidentDesk, "_surroundings"),
+    (bundle.BundleFolder, "save"),
+    (events, "_lock"),
+    (events, "_append_whole"),
+    (threading.Thread, "start"),
+)
+
+
+class InjectedError(RuntimeError):
+    """A failure that the campaign has put into the canary."""
+
+
+class Faults:
+    """Makes calls of the canary's fail at random, before they have done anything or after they have done all.
+
+    Args:
+        rng: decides which.
+        rate: how often each fails.
+    """
+
+    def __init__(self, rng: np.random.Generator, *, rate: float) -> None:
+        self.rate = rate
+        self.injected: Counter[str] = Counter()
+        self._rng = rng
+        self._lock = threading.Lock()
+
+    def strike(self, name: str) -> bool:
+        """Return whether a call of this name is to fail now."""
+        with self._lock:
+            if self._rng.random() >= self.rate:
+                return False
+            self.injected[name] += 1
+            return True
+
+    def failing(self, name: str, function: Callable[..., Any], error: type[Exception] = InjectedError) -> Any:
+        """Return `function` as it is with the faults."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.strike(name):
+                return function(*args, **kwargs)
+            with self._lock:
+                behind = bool(self._rng.integers(2))
+            if behind:
+                function(*args, **kwargs)
+            raise error(f"injected into {name}")
+
+        return call
+
+    @contextmanager
+    def installed(self, places: Sequence[tuple[Any, str]] = PLACES) -> Iterator[Faults]:
+        """Let the faults happen inside the block, in this process."""
+        with ExitStack() as stack:
+            for op in OPS:
+                stack.enter_context(mock.patch.object(ops, op, self.failing(f"launch of {op}", getattr(ops, op))))
+            for holder, name in places:
+                whole = f"{getattr(holder, '__name__', holder)}.{name}"
+                true = inspect.getattr_static(holder, name)
+                error = OSError if holder in (events, bundle.BundleFolder) else InjectedError
+                if isinstance(true, classmethod):
+                    # Bound to the class when it is called.
+                    failing: Any = classmethod(self.failing(whole, true.__func__, error))
+                else:
+                    failing = self.failing(whole, true, error)
+                    if isinstance(holder, type):
+                        failing = _method(failing)
+                stack.enter_context(mock.patch.object(holder, name, failing))
+            yield self
+
+
+def _method(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what binds like a method."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(self, *args, **kwargs)
+
+    return method
+
+
+class SourObserver(Observer):
+    """An observer, a callback and a handler of the log that raise now and then."""
+
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+
+    def on_step(self, facts: StepFacts) -> None:
+        self._raise("on_step")
+
+    def on_report(self, report: ViolationReport) -> None:
+        self._raise("on_report")
+
+    def on_forward(self, forward: Any, batch: Any) -> None:
+        self._raise("on_forward")
+
+    def _raise(self, name: str) -> None:
+        if self._faults.strike(f"observer.{name}"):
+            raise InjectedError(f"injected into {name}")
+
+
+class SourHandler(logging.Handler):
+    """A handler of the canary's log that raises, or takes its time, now and then."""
+
+    def __init__(self, faults: Faults) -> None:
+        super().__init__()
+        self._faults = faults
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._faults.strike("log handler: slow"):
+            time.sleep(0.05)
+        if self._faults.strike("log handler: raises"):
+            raise InjectedError("injected into a handler")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A few lives: of model engines, or of transformers with the model that is named.
+
+    Args:
+        number: the seed of everything in it.
+        model: one of `churn.MODELS`; "" for model engines.
+        folder: where event logs and bundles go.
+    """
+
+    number: int
+    model: str
+    folder: str
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What lives came to.
+
+    Args:
+        lives, steps: how many; steps are forwards that served a request.
+        seconds: of all processes together.
+        injected: faults, by place.
+        lost: forwards or requests that the canary's failures ended, in words.
+        false_alarms: violations reported, though there were none.
+        found, missed: lives in which the fault planted at the end was found, and in which it was not.
+        skipped, unverified: forwards that went by unwatched, and positions taken in anew, as the canary says.
+        wrong: what else was not as it should be, in words.
+    """
+
+    lives: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    injected: Counter[str] = field(default_factory=Counter)
+    lost: list[str] = field(default_factory=list)
+    false_alarms: int = 0
+    found: int = 0
+    missed: int = 0
+    skipped: int = 0
+    unverified: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        """Count `other` in."""
+        for name in vars(self):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def failed(self) -> bool:
+        """Whether anything was not as it should be."""
+        return bool(self.lost or self.false_alarms or self.missed or self.wrong)
+
+
+def run(task: Task) -> Tally:
+    """Live the lives of a task; what they raise is told as what was lost."""
+    began, tally = time.monotonic(), Tally()
+    handler_faults = Faults(np.random.default_rng([task.number, 77]), rate=0.1)
+    handler = SourHandler(handler_faults)
+    logger = logging.getLogger("kv_canary")
+    logging.disable(logging.NOTSET)
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        (_serve if task.model else _step)(task, tally)
+    except Exception as error:
+        tally.lost.append(f"{_name(task)}: raised {type(error).__name__}: {error}")
+    finally:
+        output.drain()
+        logger.removeHandler(handler)
+    tally.injected += handler_faults.injected
+    tally.seconds = time.monotonic() - began
+    if tally.seconds > HANGS_AFTER:
+        tally.wrong.append(f"{_name(task)}: took {tally.seconds:.0f} s")
+    return tally
+
+
+def _canary(rng: np.random.Generator, task: Task, life: int) -> CanaryConfig:
+    return dataclasses.replace(
+        draw_canary(rng, "reference"),
+        event_log=Path(task.folder) / f"{task.number}-{life}.jsonl",
+        bundles=Path(task.folder) / f"bundles-{task.number}-{life}",
+        stats_every=int(rng.choice([0, 5])),
+        check_inputs=bool(rng.integers(2)),
+        ring_capacity=int(rng.choice([8, 1024])),
+    )
+
+
+def _step(task: Task, tally: Tally) -> None:
+    """Let model engines live."""
+    for index, config in enumerate(draw_configs(task.number, LIVES)):
+        whose = f"{_name(task)}, life {index} ({', '.join(g.kind for g in config.groups)})"
+        rng = np.random.default_rng([task.number, index])
+        faults = Faults(np.random.default_rng([task.number, index, 1]), rate=float(rng.choice(RATES)))
+        engine = CountingEngine(config, canary=_canary(rng, task, index), observers=[SourObserver(faults)], chance=rng)
+        # What reaches the engine is what is looked for.
+        engine.manager.guard.contains = True
+        # Tokens and `discarded` are the engine's, which may fail as well.
+        true = engine.forward_batch
+        engine.forward_batch = partial(_sour_batch, true, faults)  # type: ignore[method-assign]
+        for action in opening(rng, longest=config.max_len):
+            engine.act(action)
+        try:
+            with faults.installed():
+                for _ in range(ACTIONS):
+                    engine.act(any_action(rng, longest=config.max_len))
+                    engine.check_integrity()
+                    if rng.random() < 0.05:
+                        engine.manager.flush()
+                    engine.manager.summary()
+        except Exception as error:
+            tally.lost.append(f"{whose}: {type(error).__name__}: {error}")
+            continue
+        finally:
+            faults.rate = 0.0
+            tally.injected += faults.injected
+        for _ in range(QUIET):
+            engine.act(any_action(rng, longest=config.max_len))
+        engine.manager.flush()
+        summary = engine.manager.summary()
+        tally.lives += 1
+        tally.steps += engine.happened["steps"]
+        tally.skipped += summary.skipped
+        tally.unverified += summary.unverified
+        tally.wrong += _strange(whose, summary.failures)
+        if summary.violations:
+            tally.false_alarms += summary.violations
+            tally.wrong += [f"{whose}: {r.sentence}" for r in list(engine.manager.reports)[:2]]
+        found = _finds_a_fault(engine, rng) if engine.manager.config.stride == 1 else None
+        tally.found += found is True
+        if found is False:
+            tally.missed += 1
+            tally.wrong.append(f"{whose}: a planted fault was not found")
+        engine.manager.close()
+
+
+def _sour_batch(true: Callable[..., Any], faults: Faults, extends: Any) -> Any:
+    batch = true(extends)
+    requests = [
+        dataclasses.replace(
+            r,
+            tokens=faults.failing("tokens", r.tokens),
+            discarded=faults.failing("discarded", lambda: False),
+        )
+        for r in batch.requests
+    ]
+    return dataclasses.replace(batch, requests=requests)
+
+
+def _strange(whose: str, failures: Mapping[str, int]) -> list[str]:
+    """Return the failures of the canary's that nobody has injected: faults of its own, which it contained."""
+    known = (InjectedError.__name__, OSError.__name__)
+    return [f"{whose}: not injected: {kind}" for kind in failures if not kind.endswith(known) and kind != "others"]
+
+
+def _finds_a_fault(engine: CountingEngine, rng: np.random.Generator) -> bool | None:
+    """Plant a fault in what the next forward reads: whether it is found. None where nothing is read any more."""
+    struck: list[bool] = []
+
+    def strike(batch: Any) -> None:
+        if struck:
+            return
+        for group in engine.groups:
+            for request in batch.requests:
+                window = group.config.window
+                resident = [p for p in range(request.prefix_len) if not window or p >= request.prefix_len - window]
+                if resident and group.config.kind == "full":
+                    slot = int(batch.tables[group.name][request.row][resident[-1]])
+                    engine.pools[group.name].records[slot, 0] ^= 1
+                    struck.append(True)
+                    return
+
+    engine.before_forward = strike
+    before = engine.manager.summary().violations
+    for _ in range(40):
+        engine.act(any_action(rng, longest=engine.config.max_len))
+        if struck:
+            break
+    engine.manager.flush()
+    return engine.manager.summary().violations > before if struck else None
+
+
+def _serve(task: Task, tally: Tally) -> None:
+    """Let transformers live: the answers must be those without a canary."""
+    model = churn.model_of(task.model, "cpu")
+    rng = np.random.default_rng([task.number, 5])
+    waves = churn.waves(rng, count=3)
+    wanted = [_answers(model, wave, task) for wave in waves]
+    faults = Faults(np.random.default_rng([task.number, 6]), rate=float(rng.choice(RATES)))
+    canary = install(model, config=_canary(rng, task, 0), identity=faults.failing("identity", lambda state: None))
+    try:
+        for number, wave in enumerate(waves):
+            with faults.installed():
+                answers = _answers(model, wave, task)
+            if answers != wanted[number]:
+                count = sum(a != b for a, b in zip(answers, wanted[number], strict=True))
+                tally.lost.append(f"{_name(task)}: other answers to {count} of {len(wave)} requests")
+            tally.steps += canary.summary().steps
+    finally:
+        canary.uninstall()
+    canary.flush()
+    summary = canary.summary()
+    tally.injected += faults.injected
+    tally.lives += 1
+    tally.skipped += summary.skipped
+    tally.unverified += summary.unverified
+    tally.false_alarms += summary.violations
+    tally.wrong += _strange(_name(task), summary.failures)
+    tally.wrong += [f"{_name(task)}: {r.sentence}" for r in canary.reports[:2]]
+
+
+def _answers(model: Any, prompts: list[list[int]], task: Task) -> list[Any]:
+    """Return what the engine answers to prompts, greedily: the tokens, or the error."""
+    rng = np.random.default_rng([task.number, 8])
+    outputs = model.generate_batch(
+        prompts,
+        generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=16),
+        continuous_batching_config=batching_config(**churn.options(task.model, rng, Counter())),
+        progress_bar=False,
+    )
+    # By name: request ids count on from one call to the next.
+    return [(list(o.generated_tokens), o.error) for _, o in sorted(outputs.items(), key=lambda item: _number(item[0]))]
+
+
+def _number(request_id: str) -> int:
+    return int(request_id.rpartition("_")[2])
+
+
+def _name(task: Task) -> str:
+    return f"{task.model or 'model engines'} {task.number}"
+
+
+@click.command()
+@click.option("--minutes", type=click.FloatRange(min=0.05), default=10.0, show_default=True, help="How long to go on.")
+@click.option("--seed", type=int, default=1, show_default=True, help="The first task's number; others count on.")
+@click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Parallel processes.")
+@click.option(
+    "--transformers",
+    "share",
+    type=click.FloatRange(0, 1),
+    default=0.3,
+    show_default=True,
+    help="Share of the tasks that let transformers live, the others model engines.",
+)
+@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write what came of it here.")
+def main(minutes: float, seed: int, jobs: int, share: float, path: Path | None) -> None:
+    """Let the canary itself fail at random, and see that the engine never notices.
+
+    Launches, copies, allocations, files, threads and callbacks of the canary's raise, before or after they have done
+    their work, in model engines and in transformers' continuous batching, log mode. No request may be lost, nothing
+    may hang, answers must be those without a canary, nothing may be reported; and a fault planted in the KV
+    afterwards must be found.
+
+    Exit codes: 0 the engines noticed nothing, 1 they did, 2 misuse.
+    """
+    console, tally, began = Console(), Tally(), time.monotonic()
+    end = began + 60 * minutes
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with (
+        tempfile.TemporaryDirectory(prefix="kv-canary-chaos-") as folder,
+        processes(jobs) as pool,
+        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+    ):
+        bar = progress.add_task("chaos", total=60 * minutes)
+
+        def tasks() -> Iterator[Task]:
+            for number in count(seed):
+                if time.monotonic() > end:
+                    return
+                model = ""
+                if np.random.default_rng([number, 9]).random() < share:
+                    model = churn.MODELS[number % len(churn.MODELS)]
+                yield Task(number=number, model=model, folder=folder)
+
+        def take(result: Tally) -> bool:
+            tally.add(result)
+            progress.update(bar, completed=min(time.monotonic() - began, 60 * minutes))
+            return False
+
+        run_tasks(run, tasks(), pool=pool, ahead=2 * jobs, take=take)
+    report = {
+        "what": "faults injected into the canary itself, in log mode",
+        "minutes": round((time.monotonic() - began) / 60, 1),
+        "seed": seed,
+        **{k: v for k, v in asdict(tally).items() if k != "injected"},
+        "injected": sum(tally.injected.values()),
+        "injected_by_place": dict(sorted(tally.injected.items())),
+    }
+    if path is not None:
+        path.write_text(json.dumps({"facts": facts("cpu"), **report}, indent=1) + "\n")
+    console.print_json(json.dumps(report))
+    raise SystemExit(1 if tally.failed else 0)
+
+
+if __name__ == "__main__":
+    main()
