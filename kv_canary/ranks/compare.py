@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kv_canary.constants import HEAD_OF_CHAIN, MASK64
+from kv_canary.reports.report import printable
 
 
 class Word(IntEnum):
@@ -238,7 +239,7 @@ def _report(step: int, key: int, request_id: str | None, found: Mapping[str, Seq
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {' and '.join(map(str, ranks))}"
     differ = "differs" if len(ranks) == 1 else "differ"
     cause = "; ".join(d.value for d in names)
-    request = f"request {request_id}" if request_id is not None else "a request that this rank does not have"
+    request = f"request {printable(request_id)}" if request_id is not None else "a request that this rank does not have"
     sentence = (
         f"step {step}: {who} of {len(stands)} {differ} on {request} in "
         f"{' and '.join(groups)}: {' + '.join(d.name for d in names)}. "

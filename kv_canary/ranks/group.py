@@ -12,7 +12,8 @@ import torch
 from kv_canary.errors import must_be
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroup, ProcessGroupGloo
 
 # The first and the longest pause between two looks at whether an exchange is over, in seconds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
@@ -24,7 +25,8 @@ class RankGroup:
     Args:
         group: a group of torch.distributed that carries tensors of the CPU, as Gloo does, also where the KV is on GPUs.
             It serves one canary manager of each rank and NOTHING else: a collective of the engine's between two of the
-            canary's would be taken for one of them.
+            canary's would be taken for one of them. Once the ranks came apart it is used no more: they meet again in
+            a Gloo group of the canary's own, made through the same store.
         timeout: seconds that a rank waits for the others before it goes on alone. What is under way in the group is
             given up after the group's own timeout, which should be as long; `new` makes such a group.
 
@@ -46,6 +48,9 @@ class RankGroup:
             raise ValueError(must_be("RankGroup", "group", expected, backends))
         self.group, self.timeout = group, timeout
         self._claimed = False
+        # What carries exchanges since the ranks met again; and what did so before, until it is let go of.
+        self._fresh: ProcessGroupGloo | None = None
+        self._left: list[ProcessGroupGloo | None] = []
 
     @classmethod
     def new(cls, ranks: Sequence[int] | None = None, *, timeout: float = 60.0) -> Self | None:
@@ -85,6 +90,57 @@ class RankGroup:
             raise RuntimeError("kv-canary: RankGroup: a group must serve one manager, got a second one")
         self._claimed = True
 
+    def gather(self, words: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Begin to gather every rank's int64 [n] `words`; return int64 [ranks, n] where they will be, and the work."""
+        import torch.distributed as dist
+
+        if self._fresh is not None:
+            return gather(self._fresh, words, seconds=self.timeout)
+        received = torch.empty(self.size, len(words), dtype=torch.int64)
+        return received, dist.all_gather(list(received.unbind(0)), words, group=self.group, async_op=True)
+
+    def store(self) -> Store:
+        """Return the store through which the group was made, over a connection that nobody else uses.
+
+        Raises:
+            RuntimeError: the group has none, or it cannot be reached.
+        """
+        import torch.distributed as dist
+
+        store: Any = self.group.get_group_store()
+        return dist.PrefixStore("kv_canary", store.clone())  # type: ignore[attr-defined]
+
+    def carry(self, fresh: ProcessGroupGloo) -> None:
+        """Exchange through `fresh` from now on."""
+        self._fresh = fresh
+
+    def leave(self) -> None:
+        """Exchange nothing more through the group that came apart; this waits for nothing."""
+        # Never the last reference: letting go of a group waits for what is under way in it.
+        self._left.append(self._fresh)
+        self._fresh = None
+
+    def forget_left(self) -> None:
+        """Let go of the groups that were left, which waits for what is under way in them."""
+        self._left.clear()
+
+
+def gather(group: ProcessGroupGloo, words: torch.Tensor, *, seconds: float) -> tuple[torch.Tensor, Any]:
+    """Begin to gather every rank's int64 [n] `words`; return int64 [ranks, n] where they will be, and the work.
+
+    Args:
+        group: of all ranks, unknown to torch.distributed.
+        words: on the CPU.
+        seconds: after which the work fails.
+    """
+    from torch._C._distributed_c10d import AllgatherOptions
+
+    options = AllgatherOptions()
+    options.timeout = timedelta(seconds=seconds)
+    received = torch.empty(group.size(), len(words), dtype=torch.int64)
+    backend: Any = group
+    return received, backend.allgather([list(received.unbind(0))], [words], options)
+
 
 class Exchange:
     """An all_gather of int64 words under way: every rank gives as many, and gets everybody's.
@@ -95,11 +151,8 @@ class Exchange:
     """
 
     def __init__(self, ranks: RankGroup, words: torch.Tensor) -> None:
-        import torch.distributed as dist
-
         self.began = time.monotonic()
-        self._received = torch.empty(ranks.size, len(words), dtype=torch.int64)
-        self._work: Any = dist.all_gather(list(self._received.unbind(0)), words, group=ranks.group, async_op=True)
+        self._received, self._work = ranks.gather(words)
 
     def done(self) -> bool:
         """Return whether it is over.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kv_canary.reports import CanaryViolationError
+from kv_canary.reports.report import printable
 
 if TYPE_CHECKING:
     from kv_canary.ranks.compare import RankReport
@@ -19,7 +20,7 @@ class RankVerdict:
     Args:
         rank: its number within the group of ranks.
         total: violations.
-        sentence: the first of them, for a person.
+        sentence: the first of them, for a person, in the words of that rank.
     """
 
     rank: int
@@ -49,7 +50,7 @@ class RankViolationError(CanaryViolationError):
     ) -> None:
         reports, incidents = [r for e in own for r in e.reports], [i for e in own for i in e.incidents]
         super().__init__(reports, sum(v.total for v in verdicts), incidents)
-        found = [f"rank {v.rank} found {v.total}, first {v.sentence}" for v in verdicts]
+        found = [f"rank {v.rank} found {v.total}, first {printable(v.sentence)}" for v in verdicts]
         found += [d.sentence for d in differences]
         self.args = (f"kv-canary: all ranks stop before step {step}: {' | '.join(found)}",)
         self.step, self.verdicts, self.differences = step, tuple(verdicts), tuple(differences)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
+import weakref
 import zlib
 from collections import deque
 from dataclasses import dataclass
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kv_canary.errors import must_be
+from kv_canary.ranks import message
 from kv_canary.ranks.compare import RankDifference, RankReport, compare
 from kv_canary.ranks.digest import Digest, Gatherer
 from kv_canary.ranks.group import Exchange, RankGroup
+from kv_canary.ranks.meeting import Agreement, Meeting, check_same
 from kv_canary.ranks.verdict import RankVerdict, RankViolationError
 
 if TYPE_CHECKING:
@@ -34,13 +35,9 @@ _VERSION = 1
 MOST_UNDER_WAY = 16
 # Seconds that `flush` waits at most for exchanges that are under way.
 FLUSH_SECONDS = 5.0
-
-# The words of an exchange: these, then the lines.
-_NUMBER, _STATE, _DIGEST_STEP, _GIVEN_UP, _TOTAL, _TEXT = range(6)
-_TEXT_WORDS = 64
-_HEADER = _TEXT + _TEXT_WORDS
-# What a rank says of a step: there is no digest of it, here it is, or a forward was given up.
-_NONE, _COMPLETE, _GAVE_UP = range(3)
+# Seconds that a step waits at most where ranks that were parted go on together, so that what is tried in vain costs no
+# more than they cost when they parted: so many, or this share of the timeout where that is more.
+_TRIAL_SECONDS, _TRIAL_SHARE = 1.0, 1 / 4
 
 
 @dataclass(kw_only=True)
@@ -56,6 +53,10 @@ class RankWatch:
     Every rank makes the same calls of `all_gather`, of the same size, whatever it has found: one when the manager is
     made, then one at the beginning of each step of certain numbers. Which those are depends on the configuration alone,
     which has to be the same on all ranks; making the manager checks that.
+
+    If an exchange fails or takes too long, the ranks are apart: this one goes on alone, and exchanges nothing, while a
+    `Meeting` looks for the others. It brings a step from which on all exchange again. The first exchange, before that
+    step, is a trial: once it is over, they are together.
 
     Args:
         manager: the canary of this rank, whose groups, limits and configuration are known.
@@ -85,13 +86,29 @@ class RankWatch:
         self._lost = False
         self._steps_match = True
         self._told: set[tuple[int, tuple[str, ...], tuple[int, ...]]] = set()
-        # Digests in which this rank and others were compared, and whether that is over for good.
-        self.compared, self.failed = 0, False
+        # Digests in which this rank and others were compared; and how often ranks that were apart came together again.
+        self.compared = self.met = 0
+        # Whether nothing is exchanged; and how ranks that were apart try to go on together, until that is settled.
+        self.alone = False
+        self._trial: Agreement | None = None
+        # The step that is being begun, or was begun last; and the first one that this rank was alone with.
+        self._number = self._alone_from = 0
+        self._settings = {
+            "the canary's version": _VERSION,
+            "digest_every": self._every,
+            "mode (1: raise)": int(self._agrees),
+            "max_requests": self._gatherer.shape[1],
+            "the groups (their number)": self._gatherer.shape[0],
+            "the groups (crc32 of their names)": zlib.crc32("\0".join(g.name for g in manager.groups).encode()),
+        }
+        self._meeting = Meeting(ranks, self._settings, waits=self._agrees)
+        # At the end of the process too.
+        weakref.finalize(self, self._meeting.end)
         self._meet()
 
     def note(self, error: CanaryViolationError) -> None:
         """Take in what this rank would have raised alone."""
-        if self.failed:
+        if self.alone:
             return
         self._total += error.total
         self._sentence = self._sentence or (error.reports[0].sentence if error.reports else str(error))
@@ -99,7 +116,7 @@ class RankWatch:
 
     def see(self, forward: SingleForwardManager, batch: ForwardBatch) -> None:
         """Gather what this rank has of the requests of a forward that is over, where the step is to be compared."""
-        if not self.failed and self._every and self._manager.step % self._every == 0:
+        if not self.alone and self._every and self._manager.step % self._every == 0:
             try:
                 self._gatherer.see(forward, batch)
             except Exception:
@@ -110,7 +127,7 @@ class RankWatch:
     def end_step(self, step: StepRecord) -> None:
         """Send off the step's digest to the host."""
         self._given_up += step.broken
-        if self.failed or not self._every or step.number % self._every:
+        if self.alone or not self._every or step.number % self._every:
             return
         digest = Digest(step=step.number, gave_up=step.broken)
         lost, self._lost = self._lost, False
@@ -127,16 +144,20 @@ class RankWatch:
     def begin(self, number: int) -> None:
         """Take in what the other ranks have sent, and send what is due before step `number`.
 
-        In log mode nothing is waited for; in raise mode, the exchange of the step before.
+        In log mode nothing is waited for; in raise mode, the exchange of the step before. Ranks that were apart may go
+        on together from this step on.
 
         Raises:
             RankViolationError: in raise mode, on all ranks alike, if any of them found something or ranks differ.
         """
+        self._number = number
+        if self.alone:
+            self._go_on_together()
         self._collect(wait=self._agrees)
         self._raise(before=number)
         due = number - LAG
         compares = self._every > 0 and due > 0 and due % self._every == 0
-        if self._agrees or compares:
+        if self._agrees or compares or (self._trial is not None and self._trial.step == number):
             self._send(number, digest_step=due if compares else 0)
 
     def flush(self, *, all_ranks: bool) -> None:
@@ -159,55 +180,38 @@ class RankWatch:
 
     def _meet(self) -> None:
         """Check that all ranks are configured alike."""
-        names = zlib.crc32("\0".join(g.name for g in self._manager.groups).encode())
-        settings = {
-            "the canary's version": _VERSION,
-            "digest_every": self._every,
-            "mode (1: raise)": int(self._agrees),
-            "max_requests": self._gatherer.shape[1],
-            "the groups (their number)": self._gatherer.shape[0],
-            "the groups (crc32 of their names)": names,
-        }
         try:
-            words = torch.tensor(list(settings.values()), dtype=torch.int64)
+            words = torch.tensor(list(self._settings.values()), dtype=torch.int64)
             exchange = Exchange(self._ranks, words)
             over = exchange.wait(self._ranks.timeout)
         except Exception as error:
-            self._fail(f"the first exchange failed ({error})")
+            self._part(f"the first exchange failed ({error})")
             return
         if not over:
-            self._fail(f"not all ranks have made their managers within {self._ranks.timeout:g} seconds")
+            self._part(f"not all ranks have made their managers within {self._ranks.timeout:g} seconds")
             return
-        for name, values in zip(settings, exchange.received().T.tolist(), strict=True):
-            if len(set(values)) > 1:
-                raise ValueError(must_be("CanaryManager", name, "the same on all ranks", ", ".join(map(str, values))))
+        check_same(self._settings, exchange.received().tolist())
 
     def _send(self, number: int, *, digest_step: int) -> None:
         """Begin an exchange: every rank does so at the same numbers, with the same count of words."""
-        if self.failed:
+        if self.alone:
             return
-        words = torch.zeros(_HEADER + math.prod(self._shape), dtype=torch.int64)
-        words[_NUMBER], words[_DIGEST_STEP], words[_TOTAL] = number, digest_step, self._total
-        text = self._sentence.encode()[: 8 * _TEXT_WORDS]
-        words[_TEXT:_HEADER].view(torch.uint8)[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        self._total, self._sentence = 0, ""
         while self._digests and self._digests[0].step < digest_step:
             self._digests.popleft()
-        names: dict[int, str] = {}
-        if self._digests and self._digests[0].step == digest_step:
-            digest = self._digests.popleft()
-            words[_GIVEN_UP], words[_STATE] = digest.given_up, _GAVE_UP
-            if not digest.gave_up:
-                try:
-                    names = digest.pack(words[_HEADER:].view(self._shape))
-                    words[_STATE] = _NONE if digest.lines is None else _COMPLETE
-                except Exception:
-                    words[_HEADER:], words[_STATE] = 0, _NONE
-                    logger.exception("kv-canary: ranks: the digest of step %d was not packed", digest_step)
+        there = self._digests and self._digests[0].step == digest_step
+        words, names = message.pack(
+            self._shape,
+            number=number,
+            total=self._total,
+            sentence=self._sentence,
+            digest_step=digest_step,
+            digest=self._digests.popleft() if there else None,
+        )
+        self._total, self._sentence = 0, ""
         try:
             exchange = Exchange(self._ranks, words)
         except Exception as error:
-            self._fail(f"the exchange before step {number} could not begin ({error})")
+            self._part(f"the exchange before step {number} could not begin ({error})")
             return
         self._under_way.append(_UnderWay(number=number, exchange=exchange, names=names))
 
@@ -215,39 +219,50 @@ class RankWatch:
         """Take in the exchanges that are over; with `wait`, all, as far as they are over in so many seconds."""
         while self._under_way:
             first = self._under_way[0]
-            left = first.exchange.began + self._ranks.timeout - time.monotonic()
+            timeout, crowded = self._timeout(), len(self._under_way) > MOST_UNDER_WAY
+            left = first.exchange.began + timeout - time.monotonic()
             patience = max(0.0, left if seconds is None else min(left, seconds))
             try:
-                must_wait = wait or len(self._under_way) > MOST_UNDER_WAY
+                # What is only tried must not hold up a step in log mode.
+                must_wait = wait or (crowded and self._trial is None)
                 over = first.exchange.wait(patience) if must_wait else first.exchange.done()
                 if over:
                     self._read(first)
             except Exception as error:
-                self._fail(f"the exchange before step {first.number} failed ({error})")
+                self._part(f"the exchange before step {first.number} failed ({error})")
                 return
             if over:
                 self._under_way.popleft()
+                if self._trial is not None:
+                    self._come_together(self._trial)
                 continue
-            if time.monotonic() >= first.exchange.began + self._ranks.timeout:
-                timeout = f"{self._ranks.timeout:g} seconds"
-                self._fail(f"not all ranks took part in the exchange before step {first.number} within {timeout}")
+            if time.monotonic() >= first.exchange.began + timeout or (crowded and not must_wait):
+                within = f"{timeout:g} seconds"
+                self._part(f"not all ranks took part in the exchange before step {first.number} within {within}")
             return
+
+    def _timeout(self) -> float:
+        """Return how many seconds an exchange may take."""
+        timeout = self._ranks.timeout
+        if self._trial is None or not self._agrees:
+            return timeout
+        return min(timeout, max(_TRIAL_SECONDS, timeout * _TRIAL_SHARE))
 
     def _read(self, under_way: _UnderWay) -> None:
         """Take in who found what, and the differences that are new, which are reported."""
         received = under_way.exchange.received()
-        headers = received[:, :_HEADER].tolist()
-        numbers = [header[_NUMBER] for header in headers]
+        headers = message.headers(received)
+        numbers = [header.number for header in headers]
         if len(set(numbers)) > 1:
             raise RuntimeError(f"the ranks are before the steps {', '.join(map(str, numbers))}")
         if self._agrees:
             self._verdicts += [
-                RankVerdict(rank=rank, total=header[_TOTAL], sentence=_text(received[rank]))
+                RankVerdict(rank=rank, total=header.total, sentence=header.sentence)
                 for rank, header in enumerate(headers)
-                if header[_TOTAL]
+                if header.total
             ]
-        complete = [rank for rank, header in enumerate(headers) if header[_STATE] == _COMPLETE]
-        given_up = [header[_GIVEN_UP] for header in headers if header[_STATE] != _NONE]
+        complete = [rank for rank, header in enumerate(headers) if header.state == message.State.COMPLETE]
+        given_up = [header.given_up for header in headers if header.state != message.State.NONE]
         if self._steps_match and len(set(given_up)) > 1:
             self._steps_match = False
             logger.warning(
@@ -259,8 +274,8 @@ class RankWatch:
             return
         self.compared += 1
         reports = compare(
-            {rank: received[rank, _HEADER:].view(self._shape) for rank in complete},
-            step=headers[complete[0]][_DIGEST_STEP],
+            {rank: message.lines(received[rank], self._shape) for rank in complete},
+            step=headers[complete[0]].digest_step,
             groups=[g.name for g in self._manager.groups],
             names=under_way.names,
             steps_match=self._steps_match,
@@ -284,20 +299,57 @@ class RankWatch:
             self._errors, self._verdicts, self._differences = [], [], []
             raise RankViolationError(step=before, own=errors, verdicts=verdicts, differences=differences)
 
-    def _fail(self, why: str) -> None:
-        """Go on alone, and say so: nothing is exchanged any more, and nothing is raised."""
-        self.failed = True
+    def _part(self, why: str) -> None:
+        """Go on alone, and look for the other ranks; a trial that failed is not worth a line."""
+        tried, self._trial, self.alone = self._trial is not None, None, True
         self._under_way.clear()
         self._digests.clear()
+        self._meeting.seek(self._number)
+        if tried:
+            logger.debug("kv-canary: ranks: they could not go on together: %s", why)
+            return
+        self._alone_from = self._number
         logger.error(
-            "kv-canary: ranks: %s; rank %d goes on alone: ranks are no longer compared, what is found is logged and "
-            "never raised, and the status is degraded",
+            "kv-canary: ranks: %s; rank %d goes on alone until all ranks have met again: until then ranks are not "
+            "compared, what is found is logged and not raised, and the status is degraded",
             why,
             self._ranks.rank,
         )
         self._manager.accounts.degrade()
 
+    def _go_on_together(self) -> None:
+        """Exchange again, beginning with this step, if that is what all ranks have agreed on."""
+        self._trial = self._meeting.take(self._number)
+        if self._trial is None:
+            return
+        self.alone = False
+        # What was found meanwhile has been logged, and is not raised any more.
+        self._total, self._sentence = 0, ""
+        self._errors, self._verdicts, self._differences = [], [], []
+        self._told = set()
+        self._lost = False
+        self._gatherer.forget()
+        if not self._trial.in_step:
+            self._steps_match = False
 
-def _text(words: torch.Tensor) -> str:
-    """Return the sentence in a header."""
-    return bytes(words[_TEXT:_HEADER].view(torch.uint8).tolist()).rstrip(b"\0").decode(errors="ignore")
+    def _come_together(self, trial: Agreement) -> None:
+        """Take in that ranks which were apart exchange again."""
+        self._trial = None
+        self.met += 1
+        self._meeting.together()
+        self._manager.accounts.restore()
+        and_raise, apart = ", and raise together," if self._agrees else "", ""
+        if not trial.in_step:
+            apart = (
+                f"; {trial.spread} steps were between them, so they are compared only where they run the same requests "
+                "from the same prefixes"
+            )
+        logger.warning(
+            "kv-canary: ranks: rank %d and the others are together again from step %d on, after %d steps alone: they "
+            "are compared%s as before%s",
+            self._ranks.rank,
+            trial.step,
+            trial.step - self._alone_from,
+            and_raise,
+            apart,
+        )

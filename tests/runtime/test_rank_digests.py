@@ -119,6 +119,16 @@ def test_a_request_that_this_rank_does_not_know_has_no_name() -> None:
     assert "a request that this rank does not have" in report.sentence
 
 
+def test_a_name_of_a_request_stays_within_its_line() -> None:
+    # Names may come from a client.
+    lines = {rank: torch.tensor([[part]]) for rank, part in enumerate((HEALTHY, ODD["TAIL"]))}
+    (report,) = compare(lines, step=5, groups=["full"], names={7: "a\nkv-canary: forged \x1b[2J\u202e"})
+    assert "differ on request a\\nkv-canary: forged \\x1b[2J\\u202e in full" in report.sentence
+    assert report.sentence.isprintable()
+    # Who asks for the name gets the name.
+    assert report.request_id == "a\nkv-canary: forged \x1b[2J\u202e"
+
+
 def test_the_order_of_requests_does_not_matter() -> None:
     assert told([HEALTHY, line(key=8)], [line(key=8), HEALTHY]) == []
 

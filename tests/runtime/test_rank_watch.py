@@ -45,6 +45,15 @@ class Rank:
     def claim(self) -> None:
         pass
 
+    def leave(self) -> None:
+        pass
+
+    def forget_left(self) -> None:
+        pass
+
+    def store(self) -> None:
+        raise RuntimeError("there is no store")
+
 
 class Exchange:
     """Stands for an exchange."""
@@ -336,6 +345,27 @@ def test_damage_that_a_digest_shows_as_well_is_raised_once(monkeypatch: pytest.M
         # Only the rank that found it has the report itself.
         assert len(error.reports) == rank
     assert [[r.differences for r in engine.manager.rank_reports] for engine in engines] == [[("VIOLATIONS",)]] * 2
+
+
+def test_what_another_rank_says_stays_within_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = rank_engines(monkeypatch, mode="raise")
+    a = add(engines, "a", 60)
+    errors: list[kc.RankViolationError] = []
+    for i in range(8):
+        for rank, (engine, request) in enumerate(zip(engines, a, strict=True)):
+            if rank == 1 and i == 4:
+                engine.manager.ranks._total, engine.manager.ranks._sentence = 1, "x\nkv-canary: forged \x1b[2J\u202e"
+            try:
+                engine.step((request, 1))
+            except kc.RankViolationError as error:
+                errors.append(error)
+    assert len(errors) == 2
+    for error in errors:
+        assert "rank 1 found 1, first x\\nkv-canary: forged \\x1b[2J\\u202e" in str(error)
+        assert str(error).isprintable()
+        assert error.verdicts[0].sentence.isprintable()
+    verdict = kc.ranks.RankVerdict(rank=0, total=1, sentence="x\ny")
+    assert str(kc.RankViolationError(step=1, own=[], verdicts=[verdict], differences=[])).isprintable()
 
 
 def test_only_so_many_differences_of_a_step_are_written_out(
