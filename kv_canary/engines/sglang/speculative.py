@@ -174,7 +174,7 @@ class Speculation:
             if draft and self._broken:
                 raise batches.UnknownKindError("a draft behind one that was not described")
             lens = describe_forward(forward_batch, drafted=drafted, seq_lens=self._seq_lens(forward_batch))
-        except batches.UnknownKindError:
+        except Exception:
             self._broken = draft or self._broken
             raise
         who = batches.noted(forward_batch)
