@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kv_canary.difftest.imports import check_imports, replay_line
 from kv_canary.difftest.mutation.cli import mutants
 
 if TYPE_CHECKING:
@@ -29,6 +30,20 @@ imports_option = click.option(
     "--import", "imports", multiple=True, metavar="FILE|MODULE", help="Import this first: it registers ops of its own."
 )
 plant_option = click.option("--plant", metavar="NAME", help="Run with a planted bug; see `kv-canary difftest planted`.")
+case_imports_option = click.option(
+    "--import",
+    "imports",
+    multiple=True,
+    metavar="FILE|MODULE",
+    help="Import this first, which runs its code. A case that names code is refused unless all of it is named here.",
+)
+max_gib_option = click.option(
+    "--max-gib",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Refuse a case whose tensors take more memory than that, in GiB.",
+)
 
 
 @click.group()
@@ -135,28 +150,45 @@ def fuzz(minutes: float, **options: Any) -> None:
 
 @difftest.command()
 @click.argument("file", type=FILE)
+@case_imports_option
+@max_gib_option
 @device_option
 @plant_option
 @click.option("--most", type=click.IntRange(1), default=20, show_default=True, help="Differences to show.")
 @click.option("--trace/--no-trace", default=True, help="Find which program wrote what differs, in the interpreter.")
 @click.option("--svg", type=OUT_FILE, help="Save what is printed as a picture too.")
 @click.option("--json", "as_json", is_flag=True, help="Print for a machine.")
-def replay(file: Path, device: str, plant: str | None, most: int, trace: bool, svg: Path | None, as_json: bool) -> None:
+def replay(
+    file: Path,
+    imports: tuple[str, ...],
+    max_gib: float,
+    device: str,
+    plant: str | None,
+    most: int,
+    trace: bool,
+    svg: Path | None,
+    as_json: bool,
+) -> None:
     """Run a saved case again, and say what differs: which record, which field, both values, which program.
+
+    A case of your own op names the Python code that registers it. That code runs only if you name it too, with
+    --import: the file may be a stranger's.
 
     Exit code 0 where it no longer fails, 1 where it does.
 
     \b
-    Example:
+    Examples:
       kv-canary difftest replay findings/verify-triton-bytes_differ-counters.kvcase
+      kv-canary difftest replay findings/paged_gather-triton-raised.kvcase --import examples/your_own_kernel.py
     """
     from rich.console import Console
 
     from kv_canary.difftest.present import show_replay
     from kv_canary.difftest.replaying import replay_case
 
-    case = _load(file)
-    result = replay_case(case, device=device, plant=plant, most=most, trace=trace)
+    case = _load(file, imports, max_gib)
+    with _usage_errors():
+        result = replay_case(case, imports=imports, device=device, plant=plant, most=most, trace=trace)
     if as_json:
         click.echo(json.dumps(result.as_dict(), indent=2))
     else:
@@ -170,25 +202,37 @@ def replay(file: Path, device: str, plant: str | None, most: int, trace: bool, s
 @difftest.command()
 @click.argument("file", type=FILE)
 @click.option("--output", "-o", type=OUT_FILE, help="Where the smaller case goes. [default: FILE.min.kvcase]")
+@case_imports_option
+@max_gib_option
 @device_option
 @plant_option
 @click.option("--max-tries", type=click.IntRange(1), default=5000, show_default=True, help="Stop after that many runs.")
-def minimize(file: Path, output: Path | None, device: str, plant: str | None, max_tries: int) -> None:
+def minimize(
+    file: Path,
+    output: Path | None,
+    imports: tuple[str, ...],
+    max_gib: float,
+    device: str,
+    plant: str | None,
+    max_tries: int,
+) -> None:
     """Make a saved case smaller while it still fails in the same way.
 
     Works on any failing call, also on one saved from production by the shadow backend: requests, entries and layers
-    are taken away and contents zeroed for as long as the failure stays. Ctrl-C keeps the smallest so far.
+    are taken away and contents zeroed for as long as the failure stays. Ctrl-C keeps the smallest so far. Code that the
+    case names runs only if you name it too, with --import.
 
     \b
-    Example:
+    Examples:
       kv-canary difftest minimize findings/big.kvcase -o small.kvcase
+      kv-canary difftest minimize findings/big.kvcase --max-gib 8 --device cuda
     """
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from kv_canary.difftest.casefile import SUFFIX, save
     from kv_canary.difftest.replaying import minimize_case
 
-    case = _load(file)
+    case = _load(file, imports, max_gib)
     output = output or file.with_name(f"{file.stem}.min{SUFFIX}")
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as progress:
         task = progress.add_task(f"minimize {file.name}", total=None)
@@ -196,12 +240,16 @@ def minimize(file: Path, output: Path | None, device: str, plant: str | None, ma
         def on_progress(tries: int, size: int) -> None:
             progress.update(task, description=f"minimize {file.name}: {tries} runs, {size} elements left")
 
-        smaller = minimize_case(case, device=device, plant=plant, max_tries=max_tries, on_progress=on_progress)
+        with _usage_errors():
+            smaller = minimize_case(
+                case, imports=imports, device=device, plant=plant, max_tries=max_tries, on_progress=on_progress
+            )
     if smaller is None:
         click.echo(f"{file} does not fail here, so there is nothing to minimize")
         raise SystemExit(0)
     save(smaller, output)
-    click.echo(f"{smaller.says}\nreplay it with: {_replay_line(output, smaller.imports, device, plant)}")
+    line = replay_line(output, imports=smaller.imports, device=device, plant=plant, max_gib=max_gib)
+    click.echo(f"{smaller.says}\nreplay it with: {line}")
     raise SystemExit(1)
 
 
@@ -211,37 +259,38 @@ def corpus() -> None:
 
 
 @corpus.command("list")
+@case_imports_option
 @click.option("--json", "as_json", is_flag=True, help="Print for a machine.")
-def list_corpus(as_json: bool) -> None:
+def list_corpus(imports: tuple[str, ...], as_json: bool) -> None:
     """List the corpus: what each call is of, and how it failed."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    from kv_canary.difftest.casefile import load
     from kv_canary.difftest.corpus import entries
 
-    files = {path: load(path) for path in entries()}
+    files = {path: _load(path, imports) for path in entries()}
     if as_json:
         click.echo(json.dumps([{"file": str(p), "op": f.op, "says": f.says} for p, f in files.items()], indent=2))
         return
     table = Table("case", "op", "what it was")
     for path, file in files.items():
-        table.add_row(path.stem, file.op, file.says)
+        table.add_row(path.stem, file.op, Text(file.says))
     Console().print(table)
 
 
 @corpus.command("add")
 @click.argument("file", type=FILE)
 @click.option("--name", help="Name in the corpus. [default: the file's]")
-def add_to_corpus(file: Path, name: str | None) -> None:
+@case_imports_option
+@max_gib_option
+def add_to_corpus(file: Path, name: str | None, imports: tuple[str, ...], max_gib: float) -> None:
     """Put a case into the corpus; minimize it first."""
     from kv_canary.difftest.corpus import add
 
-    _load(file)
-    try:
-        click.echo(f"added {add(file, name=name)}")
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
+    _load(file, imports, max_gib)
+    with _usage_errors():
+        click.echo(f"added {add(file, name=name, most_bytes=_bytes(max_gib))}")
 
 
 difftest.add_command(mutants)
@@ -305,7 +354,7 @@ def planted_bugs(names: tuple[str, ...], only_list: bool, json_path: Path | None
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     lines = {
-        str(s.finding.file): _replay_line(s.finding.file, (), options["device"], s.bug.name)
+        str(s.finding.file): replay_line(s.finding.file, device=options["device"], plant=s.bug.name)
         for s in scores
         if s.finding is not None
     }
@@ -413,7 +462,7 @@ def _campaign(
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     lines = {
-        str(f.file): _replay_line(f.file, campaign.imports, campaign.device, campaign.plant)
+        str(f.file): replay_line(f.file, imports=campaign.imports, device=campaign.device, plant=campaign.plant)
         for f in result.findings.values()
     }
     present.show_campaign(console, campaign, result, lines, all_pairs=coverage)
@@ -465,21 +514,27 @@ def _facts(campaign: Campaign, result: CampaignResult, lines: Mapping[str, str],
     }
 
 
-def _load(path: Path) -> CaseFile:
-    """Load a case file, with what registers its op; a bad one is misuse."""
-    from kv_canary.difftest.casefile import imports_of, load
-    from kv_canary.difftest.worker import import_all, prepare
-
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Say what is wrong with what was given, as misuse."""
     try:
-        prepare("cpu")
-        import_all(imports_of(path))
-        return load(path)
+        yield
     except ValueError as error:
         raise click.UsageError(str(error)) from error
 
 
-def _replay_line(path: Path, imports: tuple[str, ...], device: str, plant: str | None) -> str:
-    words = ["kv-canary", "difftest", "replay", str(path)]
-    words += ["--device", device] if device != "cpu" else []
-    words += ["--plant", plant] if plant else []
-    return shlex.join(words)
+def _load(path: Path, imports: tuple[str, ...], max_gib: float = 1.0) -> CaseFile:
+    """Load a case file, with what registers its op, if the user named that too; a bad file is misuse."""
+    from kv_canary.difftest.casefile import imports_of, load
+    from kv_canary.difftest.worker import import_all, prepare
+
+    with _usage_errors():
+        prepare("cpu")
+        check_imports(imports_of(path), imports, case=str(path))
+        # What the user named, and nothing in the file's words.
+        import_all(imports)
+        return load(path, most_bytes=_bytes(max_gib))
+
+
+def _bytes(gib: float) -> int:
+    return int(gib * (1 << 30))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kv_canary.difftest.casefile import SUFFIX, CaseFile, load, save
+from kv_canary.difftest.casefile import MOST_BYTES, SUFFIX, CaseFile, load, save
 
 FOLDER = Path(__file__).parent / "corpus"
 
@@ -14,13 +14,13 @@ def entries(folder: Path = FOLDER) -> list[Path]:
     return sorted(folder.glob(f"*{SUFFIX}"))
 
 
-def add(path: Path, *, folder: Path = FOLDER, name: str | None = None) -> Path:
+def add(path: Path, *, folder: Path = FOLDER, name: str | None = None, most_bytes: int = MOST_BYTES) -> Path:
     """Put a copy of a case file into the corpus, without the wrong output; return where it went.
 
     Raises:
-        ValueError: `path` is no case file, or another one has that name.
+        ValueError: `path` is no case file, or one of more than `most_bytes`, or another one has that name.
     """
-    file = load(path)
+    file = load(path, most_bytes=most_bytes)
     target = folder / f"{name or path.stem}{SUFFIX}"
     if target.exists():
         raise ValueError(f"kv-canary: corpus: name must be new, got {target.stem!r}")

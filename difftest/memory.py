@@ -12,25 +12,25 @@ bytes around every row, are. `pack` and `unpack` carry such a tensor from proces
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
-import os
 import sys
-import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from kv_canary.difftest.locks import own_lock
 from kv_canary.errors import must_be
 from kv_canary.specs.interface import KernelSpec, Leaf
 
 GUARD_BYTES = 256
 # Spans longer than this, with gaps between their rows, are giant.
 GIANT_BYTES = 64 << 20
+# Integers by their size in bytes: not every dtype can be indexed or counted, and these can.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # The mmap module names the flag from Python 3.13 on; this is its value on every Linux that PyTorch is built for.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -111,8 +111,7 @@ def room_for(spec: KernelSpec, arguments: Mapping[str, Any], *, device: torch.de
     if not giant:
         yield
         return
-    with open(Path(tempfile.gettempdir()) / f"kv-canary-giant-{os.getuid()}.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with own_lock("giant"):
         try:
             yield
         finally:
@@ -170,13 +169,14 @@ def pack(tensor: torch.Tensor) -> dict[str, Any]:
 def unpack(packed: Mapping[str, Any]) -> torch.Tensor:
     """Return the tensor that `pack` was given, on the CPU: same shape, strides, dtype and address mod 16.
 
-    Gaps are zeroed; a giant tensor lies in `sparse_storage`.
+    Gaps are zeroed; a giant tensor lies in `sparse_storage`. What comes from a file is first put to `packed_bytes`.
     """
     shape, stride, dtype = packed["shape"], packed["stride"], packed["dtype"]
     # A tensor without storage, for its layout.
     like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     num_bytes = _span_bytes(like) + 32
-    raw = sparse_storage(num_bytes) if is_giant(like) else torch.zeros(num_bytes, dtype=torch.uint8)
+    # NumPy's zeros take no memory before they are touched, and PyTorch's do: rows that are left out cost nothing.
+    raw = sparse_storage(num_bytes) if is_giant(like) else torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
     start = _start(raw, at_least=0, phase=packed["phase"], item=like.element_size())
     tensor = _view(raw, start, like)
     rows, content = packed["rows"], packed["content"]
@@ -184,11 +184,11 @@ def unpack(packed: Mapping[str, Any]) -> torch.Tensor:
         into = _rows(raw, start, like)
         chosen = torch.arange(len(into)) if rows is None else rows
         into[chosen] = content.view(len(chosen), into.shape[1])
+    elif rows is not None:
+        # Only these rows are touched.
+        words = INTEGERS.get(like.element_size(), dtype)
+        tensor.view(words)[rows] = content.view(words).view(len(rows), *shape[1:])
     elif like.numel():
-        if rows is not None:
-            whole = torch.zeros(shape[0], like[0].numel() * like.element_size(), dtype=torch.uint8)
-            whole[rows] = content.view(len(rows), whole.shape[1])
-            content = whole.view(-1)
         tensor.copy_(content.view(dtype).view(shape))
     return tensor
 

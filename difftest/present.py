@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -16,8 +16,10 @@ from rich.text import Text
 from kv_canary.difftest.campaign import Campaign, CampaignResult
 from kv_canary.difftest.casefile import CaseFile
 from kv_canary.difftest.coverage import feasible_pairs
+from kv_canary.difftest.memory import INTEGERS
 from kv_canary.difftest.mutation.score import Score
 from kv_canary.difftest.replaying import Replay
+from kv_canary.reports.report import printable
 from kv_canary.specs import get_spec
 
 
@@ -76,7 +78,9 @@ def show_campaign(
     if all_pairs:
         console.print(result.coverage.table())
     for finding in result.findings.values():
-        console.print(f"\n[bold red]found[/] after {finding.found_after_s:.1f} s: {finding.says}", highlight=False)
+        console.print(
+            f"\n[bold red]found[/] after {finding.found_after_s:.1f} s: {escape(finding.says)}", highlight=False
+        )
         console.print(f"replay it with: {lines[str(finding.file)]}", soft_wrap=True, highlight=False)
     for error in result.errors:
         console.print(f"\n[bold red]error[/] in the harness:\n{error}", markup=True, highlight=False)
@@ -88,7 +92,7 @@ def show_replay(console: Console, case: CaseFile, replay: Replay) -> None:
     if replay.mismatch is None:
         console.print("[green]It does not fail here.[/]")
         return
-    console.print(f"[bold red]It fails:[/] {replay.mismatch}", highlight=False)
+    console.print(f"[bold red]It fails:[/] {escape(printable(str(replay.mismatch)))}", highlight=False)
     if not replay.differences:
         return
     first = replay.differences[0]
@@ -120,7 +124,7 @@ def show_scores(console: Console, scores: Sequence[Score], lines: Mapping[str, s
 
 def call_table(case: CaseFile) -> Table:
     """The arguments of a call; small tensors with their contents."""
-    table = Table("argument", "role", "what", "values", title=f"{case.op}: {case.says}", title_justify="left")
+    table = Table("argument", "role", "what", "values", title=Text(f"{case.op}: {case.says}"), title_justify="left")
     spec = get_spec(case.op)
     for leaf in spec.leaves(case.arguments):
         if leaf.role == "scratch":
@@ -166,5 +170,5 @@ def _values(tensor: torch.Tensor, *, most: int = 12) -> str:
     if tensor.numel() <= most:
         return str(tensor.tolist())
     flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor[0].reshape(-1)
-    nonzero: Any = int((tensor != 0).sum())
+    nonzero = int(tensor.view(INTEGERS.get(tensor.element_size(), tensor.dtype)).count_nonzero())
     return f"{flat[:most].tolist()[:-1]}"[:-1] + f", ...] ({nonzero} not zero)"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kv_canary.difftest.casefile import CaseFile, case_file
 from kv_canary.difftest.decode import Difference, differences
+from kv_canary.difftest.imports import check_imports
 from kv_canary.difftest.minimize import minimize
 from kv_canary.difftest.runner import Mismatch, Outcome
 from kv_canary.difftest.worker import Executor
@@ -31,16 +32,27 @@ class Replay:
 
 
 def replay_case(
-    file: CaseFile, *, device: str = "cpu", plant: str | None = None, most: int = 20, trace: bool = True
+    file: CaseFile,
+    *,
+    imports: Sequence[str] = (),
+    device: str = "cpu",
+    plant: str | None = None,
+    most: int = 20,
+    trace: bool = True,
 ) -> Replay:
     """Run a saved case again, in a process of its own, and decode what differs.
 
     Args:
+        imports: Python files or modules to run there first, those among them that the case names.
         most: how many differences to decode.
         trace: find out which program wrote each, by one more launch, in the interpreter, in this process.
+
+    Raises:
+        ValueError: the case names code that is not among `imports`; none of it has run.
     """
+    check_imports(file.imports, imports)
     spec = get_spec(file.op)
-    with Executor(device=device, imports=file.imports, plant=plant) as executor:
+    with Executor(device=device, imports=imports, plant=plant) as executor:
         mismatch = executor.check(spec, file.arguments)
     if mismatch is None or not mismatch.expected:
         return Replay(mismatch=mismatch, differences=[])
@@ -59,14 +71,25 @@ def replay_case(
 def minimize_case(
     file: CaseFile,
     *,
+    imports: Sequence[str] = (),
     device: str = "cpu",
     plant: str | None = None,
     max_tries: int = 5000,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> CaseFile | None:
-    """Return the smallest case found that fails as this one does, or None where it does not fail here."""
+    """Return the smallest case found that fails as this one does, or None where it does not fail here.
+
+    Args:
+        imports: Python files or modules to run first, those among them that the case names.
+        max_tries: runs, at most.
+        on_progress: told the runs so far and the size of the smallest case.
+
+    Raises:
+        ValueError: the case names code that is not among `imports`; none of it has run.
+    """
+    check_imports(file.imports, imports)
     spec = get_spec(file.op)
-    with Executor(device=device, imports=file.imports, plant=plant) as executor:
+    with Executor(device=device, imports=imports, plant=plant) as executor:
         first = executor.check(spec, file.arguments)
         if first is None:
             return None
@@ -77,4 +100,4 @@ def minimize_case(
 
         arguments = minimize(spec, file.arguments, still_fails, max_tries=max_tries, on_progress=on_progress)
         mismatch = executor.check(spec, arguments)
-    return case_file(spec, arguments, mismatch, facts=file.facts, imports=file.imports)
+    return case_file(spec, arguments, mismatch, facts=file.facts, imports=tuple(imports))

@@ -11,8 +11,10 @@ rate that the operator chooses, not to every step.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import logging
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -23,6 +25,7 @@ import torch
 
 from kv_canary.backends import Implementation, implementation
 from kv_canary.difftest.casefile import SUFFIX, case_file, save
+from kv_canary.difftest.imports import replay_line
 from kv_canary.difftest.memory import sparse_storage
 from kv_canary.difftest.runner import Mismatch, Outcome, differing
 from kv_canary.difftest.shadow_settings import ShadowSettings
@@ -157,7 +160,9 @@ def _compare(spec: KernelSpec, before: Mapping[str, Any], served: Mapping[str, A
         _shadow.differences[spec.name] += 1
         number = sum(_shadow.differences.values())
     file = _save(spec, before, served, mismatch, number) if number <= _shadow.config.most_files else None
-    told = f"replay it with: kv-canary difftest replay {file}" if file is not None else "not saved: enough files are"
+    told = "not saved: enough files are"
+    if file is not None:
+        told = f"replay it with: {replay_line(file, imports=_registered_by(spec.name))}"
     logger.error("kv-canary: shadow: %s; %s", mismatch, told)
     if _shadow.config.on_difference is not None:
         _shadow.config.on_difference(mismatch, file)
@@ -171,10 +176,23 @@ def _save(
     call = spec.map_tensors(before, lambda leaf: _to_host(leaf, named, layouts[leaf.path]))
     launch = _shadow.launches[spec.name]
     path = _shadow.config.folder / f"{spec.name}-{os.getpid()}-{number}{SUFFIX}"
-    save(case_file(spec, call, mismatch, facts={"seen": "shadow backend", "launch": launch}), path)
+    facts: dict[str, str | int | float] = {"seen": "shadow backend", "launch": launch}
+    save(case_file(spec, call, mismatch, facts=facts, imports=_registered_by(spec.name)), path)
     with _shadow.lock:
         _shadow.files.append(path)
     return path
+
+
+def _registered_by(op: str) -> tuple[str, ...]:
+    """Return the files or modules that register an op from outside this package, as `--import` takes them."""
+    if importlib.util.find_spec(f"kv_canary.specs.{op}") is not None:
+        return ()
+    names: dict[str, None] = {}
+    for backend in ("reference", "triton"):
+        name = implementation(op, backend).__module__
+        # A script, or what was imported by its path, has no name for another process; a part of a package has.
+        names[name if "." in name else str(getattr(sys.modules.get(name), "__file__", name))] = None
+    return tuple(names)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

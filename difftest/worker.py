@@ -70,7 +70,7 @@ class Executor:
 
     Args:
         device: where Triton runs, "cpu" (its interpreter) or "cuda".
-        imports: Python files or modules that register ops.
+        imports: Python files or modules that register ops; it runs these, and none that a case file names.
         plant: name of a planted bug that the process runs with, or None.
         time_limit_s: how long a case may take.
     """
@@ -206,8 +206,8 @@ def _serve(pipe: Connection, device: str, imports: Sequence[str], plant: str | N
 
 
 def _answer(op: str, encoded: dict[str, Any], device: str) -> dict[str, Any] | Exception | None:
-    spec = get_spec(op)
     try:
+        spec = get_spec(op)
         check_case(spec, decode(spec, _to_torch(encoded)), device=device)
     except Mismatch as found:
         return {

@@ -150,6 +150,14 @@ def test_a_kernel_that_kills_its_process_is_shrunk_too(tmp_path: Path, mischief:
     again = difftest(*replay_line(done.stdout), folder=tmp_path)
     assert again.returncode == 1, again.stdout + again.stderr
     assert "[0, 5, 0]" in again.stdout
+    # The line names the code that it runs; without that, none of it runs.
+    file, *imported = replay_line(done.stdout)[1:]
+    assert imported == ["--import", "bad.py"]
+    refused = difftest("replay", file, folder=tmp_path)
+    assert refused.returncode == 2
+    assert "wants bad.py: pass --import bad.py to run its code" in refused.stderr
+    smaller = difftest("minimize", file, *imported, "-o", "s.kvcase", "--max-tries", "5", folder=tmp_path)
+    assert replay_line(smaller.stdout)[1:] == ["s.kvcase", "--import", "bad.py"]
     if "abort" in mischief:
         # The line that the process died in.
         assert re.search(r"bad\.py:\d+ \(triton\)", again.stdout), again.stdout

@@ -448,8 +448,8 @@ def test_giant_calls_take_turns_on_a_gpu(
 
     def held() -> bool:
         """Whether another process would have to wait."""
-        for path in tmp_path.glob("*.lock"):
-            with path.open("w") as file:
+        for path in tmp_path.glob("*/*.lock"):
+            with path.open("r+") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -466,6 +466,7 @@ def test_giant_calls_take_turns_on_a_gpu(
     with pytest.raises(RuntimeError, match="kernel"):
         fail()
     assert not held()
+    assert len(list(tmp_path.glob("*/*.lock"))) == waits
     # Memory is given back before the next one's turn.
     assert emptied == [True] * waits
 

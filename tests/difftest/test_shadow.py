@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -194,3 +199,46 @@ def test_the_environment_may_not_say_what_is_no_setting(monkeypatch: pytest.Monk
     monkeypatch.setenv(f"KV_CANARY_SHADOW_{name}", "3")
     with pytest.raises(ValueError, match=f"KV_CANARY_SHADOW_{name} .*{says}"):
         shadow.ShadowConfig.from_env()
+
+
+FOREIGN = """
+import logging, sys
+import torch
+import kv_canary as kc
+from kv_canary import ops
+from kv_canary.difftest import shadow
+from kv_canary.specs.interface import KernelSpec, TensorSpec
+
+SPEC = KernelSpec(name="foreign", doc="Copy.", arguments={
+    "x": TensorSpec(dtype=torch.int64, shape=("n",)),
+    "y": TensorSpec(dtype=torch.int64, shape=("n",), role="out"),
+})
+
+@kc.register(SPEC, backend="reference")
+def reference(*, x, y):
+    y.copy_(x)
+
+@kc.register(SPEC, backend="triton")
+def triton(*, x, y):
+    y.copy_(x + 1)
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.ERROR)
+    ops.foreign(x=torch.arange(3), y=torch.zeros(3, dtype=torch.int64), backend="shadow")
+"""
+
+
+def test_a_case_of_an_op_from_outside_names_its_code_and_replays(tmp_path: Path) -> None:
+    script = tmp_path / "foreign.py"
+    script.write_text(FOREIGN)
+    environment = {**os.environ, "KV_CANARY_SHADOW_FOLDER": str(tmp_path / "found"), "KV_CANARY_SHADOW_EVERY": "1"}
+    options: dict[str, Any] = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
+    served = subprocess.run([sys.executable, str(script)], check=True, **options)
+    found = re.search(r"replay it with: kv-canary (.*)$", served.stderr, re.MULTILINE)
+    assert found is not None, served.stderr
+    line = shlex.split(found[1])
+    assert line[-2:] == ["--import", str(script)]
+    program = str(Path(sys.executable).with_name("kv-canary"))
+    again = subprocess.run([program, *line], check=False, **options)
+    assert again.returncode == 1, again.stdout + again.stderr
+    assert subprocess.run([program, *line[:-2]], check=False, **options).returncode == 2
