@@ -127,6 +127,7 @@ class SingleForwardManager:
             tails then advance over what it writes, on the device, and are given up at the end of the step.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self, manager: CanaryManager, *, name: str, groups: Sequence[BufferGroup], inner: bool = False
     ) -> None:
@@ -187,12 +188,13 @@ class SingleForwardManager:
         expects_tokens = self._manager.config.check_inputs if expects_tokens is None else expects_tokens
         self._shape = Shape(requests=requests, tokens=tokens, expects_tokens=expects_tokens)
         self._new_tokens, self._sizes_are_final = tokens, True
-        self._inputs.post(NO_NUMBERS, requests=requests)
-        for launches in self._launches:
-            launches.table = tables[launches.group.name]
-            launches.out_slots.zero_()
-            launches.finalize()
-        self._manager.begin_capture(self)
+        with torch.inference_mode(False):
+            self._inputs.post(NO_NUMBERS, requests=requests)
+            for launches in self._launches:
+                launches.table = tables[launches.group.name]
+                launches.out_slots.zero_()
+                launches.finalize()
+            self._manager.begin_capture(self)
         captured = CapturedForward(
             requests=requests,
             tokens=tokens,

@@ -56,6 +56,7 @@ class Unverified:
         """Take in that int64 `slots` may have been overwritten by a forward that was given up."""
         marks, slots = self._marks[pool], self._inside(pool, slots)
         marks[slots] |= _DOUBT
+        marks[0] = 0
         self._marked.add(pool)
 
     def forget(self, pool: KvPool, slots: torch.Tensor) -> None:
@@ -71,6 +72,7 @@ class Unverified:
             for records in pool.buffers:
                 records[slots] = 0
             self._marks[pool][slots] = _GAP
+            self._marks[pool][0] = 0
         except Exception:
             self._owed.add(pool)
 
@@ -84,6 +86,7 @@ class Unverified:
             for records in pool.buffers:
                 records.zero_()
             self._marks[pool].fill_(_GAP)
+            self._marks[pool][0] = 0
             self._marked.add(pool)
             self._gaps.add(pool)
             self._markings += 1

@@ -56,6 +56,7 @@ class Session:
             and again where it comes back after the engine had let go of its cache.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         processor: Any,

@@ -86,6 +86,7 @@ class Session:
         ValueError: the scheduler is configured in a way that the adapter does not serve; the text says which.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, scheduler: Any, *, config: CanaryConfig) -> None:
         support.check(scheduler)
         speculative.check_supported(scheduler.server_args)
