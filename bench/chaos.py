@@ -45,7 +45,7 @@ from kv_canary.observers.base import StepFacts
 from kv_canary.reports import ViolationReport, bundle, desk
 
 # How often each call below fails; a life has one of them.
-RATES = (0.0005, 0.004, 0.03)
+RATES = (0.001, 0.006, 0.03)
 # Engines of one task, and actions in a life.
 LIVES = 2
 ACTIONS = 80
@@ -202,11 +202,13 @@ class Task:
         number: the seed of everything in it.
         model: one of `churn.MODELS`; "" for model engines.
         folder: where event logs and bundles go.
+        device: "cpu" or "cuda".
     """
 
     number: int
     model: str
     folder: str
+    device: str = "cpu"
 
 
 @dataclass(kw_only=True)
@@ -272,7 +274,7 @@ def run(task: Task) -> Tally:
 
 def _canary(rng: np.random.Generator, task: Task, life: int) -> CanaryConfig:
     return dataclasses.replace(
-        draw_canary(rng, "reference"),
+        draw_canary(rng, "reference" if task.device == "cpu" else "triton"),
         event_log=Path(task.folder) / f"{task.number}-{life}.jsonl",
         bundles=Path(task.folder) / f"bundles-{task.number}-{life}",
         stats_every=int(rng.choice([0, 5])),
@@ -287,7 +289,13 @@ def _step(task: Task, tally: Tally) -> None:
         whose = f"{_name(task)}, life {index} ({', '.join(g.kind for g in config.groups)})"
         rng = np.random.default_rng([task.number, index])
         faults = Faults(np.random.default_rng([task.number, index, 1]), rate=float(rng.choice(RATES)))
-        engine = CountingEngine(config, canary=_canary(rng, task, index), observers=[SourObserver(faults)], chance=rng)
+        engine = CountingEngine(
+            config,
+            canary=_canary(rng, task, index),
+            observers=[SourObserver(faults)],
+            chance=rng,
+            device=task.device,
+        )
         # What reaches the engine is what is looked for.
         engine.manager.guard.contains = True
         # Tokens and `discarded` are the engine's, which may fail as well.
@@ -377,7 +385,7 @@ def _finds_a_fault(engine: CountingEngine, rng: np.random.Generator) -> bool | N
 
 def _serve(task: Task, tally: Tally) -> None:
     """Let transformers live: the answers must be those without a canary."""
-    model = churn.model_of(task.model, "cpu")
+    model = churn.model_of(task.model, task.device)
     rng = np.random.default_rng([task.number, 5])
     waves = churn.waves(rng, count=3)
     wanted = [_answers(model, wave, task) for wave in waves]
@@ -437,8 +445,9 @@ def _name(task: Task) -> str:
     show_default=True,
     help="Share of the tasks that let transformers live, the others model engines.",
 )
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where.")
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write what came of it here.")
-def main(minutes: float, seed: int, jobs: int, share: float, path: Path | None) -> None:
+def main(minutes: float, seed: int, jobs: int, share: float, device: str, path: Path | None) -> None:
     """Let the canary itself fail at random, and see that the engine never notices.
 
     Launches, copies, allocations, files, threads and callbacks of the canary's raise, before or after they have done
@@ -465,7 +474,7 @@ def main(minutes: float, seed: int, jobs: int, share: float, path: Path | None) 
                 model = ""
                 if np.random.default_rng([number, 9]).random() < share:
                     model = churn.MODELS[number % len(churn.MODELS)]
-                yield Task(number=number, model=model, folder=folder)
+                yield Task(number=number, model=model, folder=folder, device=device)
 
         def take(result: Tally) -> bool:
             tally.add(result)
@@ -482,7 +491,7 @@ def main(minutes: float, seed: int, jobs: int, share: float, path: Path | None) 
         "injected_by_place": dict(sorted(tally.injected.items())),
     }
     if path is not None:
-        path.write_text(json.dumps({"facts": facts("cpu"), **report}, indent=1) + "\n")
+        path.write_text(json.dumps({"facts": facts(device), **report}, indent=1) + "\n")
     console.print_json(json.dumps(report))
     raise SystemExit(1 if tally.failed else 0)
 
