@@ -93,7 +93,8 @@ class Meeting:
         # since they last were; and since when they are.
         self._number = self._in_vain = self._trials = 0
         self._together: float | None = None
-        self._over = False
+        # Why this rank stays alone for good.
+        self._over: str | None = None
 
     def seek(self, number: int) -> None:
         """Leave the group that came apart, and look for the other ranks from step `number` on."""
@@ -142,19 +143,29 @@ class Meeting:
         try:
             # What is under way there is waited for: it fails or is over within the timeout.
             self._ranks.forget_left()
-            if self._over:
-                return
             store = self._ranks.store()
-            while True:
-                if self._in_vain:
-                    self._ended.wait(min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** (self._in_vain - 1)))
-                if self._ended.is_set() or not self._come(store) or self._meet(store):
-                    return
+            self._look(store)
+            if self._over is not None and not store.check(["over"]):
+                # So that no other waits for this one.
+                store.set("over", f"rank {self._ranks.rank}: {self._over}")
         except Exception as error:
             self._give_up(f"{type(error).__name__}: {error}")
 
+    def _look(self, store: Store) -> None:
+        """Come to meetings until the ranks agree, or this one gives it up."""
+        while self._over is None:
+            if self._in_vain:
+                self._ended.wait(min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** (self._in_vain - 1)))
+            if self._ended.is_set() or not self._come(store):
+                return
+            try:
+                if self._meet(store):
+                    return
+            except ValueError as error:
+                self._give_up(str(error))
+
     def _come(self, store: Store) -> bool:
-        """Come to the next meeting, and return whether all ranks have; False only where the thread is to end."""
+        """Come to the next meeting, and return whether all ranks have; False only where there is to be no other."""
         self._number += 1
         self._in_vain += 1
         everyone = f"{self._number}/everyone"
@@ -162,6 +173,9 @@ class Meeting:
             store.set(everyone, "")
         pause = _FIRST_LOOK
         while not store.check([everyone]):
+            if store.check(["over"]):
+                self._give_up(store.get("over").decode(errors="replace"))
+                return False
             if self._ended.wait(pause):
                 return False
             pause = min(1.5 * pause, _LONGEST_LOOK)
@@ -210,9 +224,9 @@ class Meeting:
         return margin, _SPREAD + math.ceil(rate * _SPREAD_SECONDS)
 
     def _give_up(self, why: str) -> None:
-        if self._over or self._ended.is_set():
+        if self._over is not None or self._ended.is_set():
             return
-        self._over = True
+        self._over = why
         logger.error(
             "kv-canary: ranks: rank %d stays alone for good: it cannot meet the others again (%s)",
             self._ranks.rank,

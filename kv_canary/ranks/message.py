@@ -26,7 +26,7 @@ class State(IntEnum):
     GAVE_UP = 2
 
 
-_NUMBER, _STATE, _DIGEST_STEP, _GIVEN_UP, _TOTAL, _TEXT = range(6)
+_NUMBER, _STATE, _DIGEST_STEP, _GIVEN_UP, _TOTAL, _SEEN, _TEXT = range(7)
 _TEXT_WORDS = 64
 _HEADER = _TEXT + _TEXT_WORDS
 
@@ -41,6 +41,7 @@ class Header:
         digest_step: that step; 0: none.
         given_up: how many steps had a forward that was given up, up to that one.
         total: violations that it has found since the last exchange.
+        seen: the number of the last exchange that was over for it, of those since ranks met; 0: none.
         sentence: the first of them, in one line, whatever the other rank has sent.
     """
 
@@ -49,23 +50,31 @@ class Header:
     digest_step: int
     given_up: int
     total: int
+    seen: int
     sentence: str
 
 
 def pack(
-    shape: Sequence[int], *, number: int, total: int, sentence: str, digest_step: int, digest: Digest | None
+    shape: Sequence[int],
+    *,
+    number: int,
+    seen: int,
+    total: int,
+    sentence: str,
+    digest_step: int,
+    digest: Digest | None,
 ) -> tuple[torch.Tensor, dict[int, str]]:
     """Return int64 [n] what this rank sends before step `number`, and the names of the digest's requests by their keys.
 
     Args:
         shape: of a digest's lines.
-        number: see `Header`, as for the rest.
+        number, seen: see `Header`.
         total, sentence: what it found.
         digest_step: the step that is compared; 0: none.
         digest: of that step; None where there is none.
     """
     words = torch.zeros(_HEADER + math.prod(shape), dtype=torch.int64)
-    words[_NUMBER], words[_DIGEST_STEP], words[_TOTAL] = number, digest_step, total
+    words[_NUMBER], words[_DIGEST_STEP], words[_TOTAL], words[_SEEN] = number, digest_step, total, seen
     text = sentence.encode()[: 8 * _TEXT_WORDS]
     words[_TEXT:_HEADER].view(torch.uint8)[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
     names: dict[int, str] = {}
@@ -90,6 +99,7 @@ def headers(received: torch.Tensor) -> list[Header]:
             digest_step=words[_DIGEST_STEP],
             given_up=words[_GIVEN_UP],
             total=words[_TOTAL],
+            seen=words[_SEEN],
             sentence=printable(_text(part)),
         )
         for words, part in zip(received[:, :_HEADER].tolist(), received, strict=True)

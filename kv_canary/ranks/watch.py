@@ -30,11 +30,13 @@ logger = logging.getLogger("kv_canary")
 # Steps from a digest to its exchange: its copy to the host is over by then, however far the host runs ahead.
 LAG = 4
 # Of what ranks send each other.
-_VERSION = 1
+_VERSION = 2
 # Exchanges under way before a rank waits for the others.
 MOST_UNDER_WAY = 16
 # Seconds that `flush` waits at most for exchanges that are under way.
 FLUSH_SECONDS = 5.0
+# Exchanges that ranks make where they go on together, whatever is due: before so many steps after the first one.
+_TRIAL_STEPS = (0, 4, 8, 16, 32)
 # Seconds that a step waits at most where ranks that were parted go on together, so that what is tried in vain costs no
 # more than they cost when they parted: so many, or this share of the timeout where that is more.
 _TRIAL_SECONDS, _TRIAL_SHARE = 1.0, 1 / 4
@@ -55,8 +57,8 @@ class RankWatch:
     which has to be the same on all ranks; making the manager checks that.
 
     If an exchange fails or takes too long, the ranks are apart: this one goes on alone, and exchanges nothing, while a
-    `Meeting` looks for the others. It brings a step from which on all exchange again. The first exchange, before that
-    step, is a trial: once it is over, they are together.
+    `Meeting` looks for the others. It brings a step from which on all exchange again, on trial: they are together once
+    all of them have said that the first exchange was over for them.
 
     Args:
         manager: the canary of this rank, whose groups, limits and configuration are known.
@@ -88,9 +90,11 @@ class RankWatch:
         self._told: set[tuple[int, tuple[str, ...], tuple[int, ...]]] = set()
         # Digests in which this rank and others were compared; and how often ranks that were apart came together again.
         self.compared = self.met = 0
-        # Whether nothing is exchanged; and how ranks that were apart try to go on together, until that is settled.
+        # Whether nothing is exchanged; and how ranks that were apart try to go on together, until they are.
         self.alone = False
         self._trial: Agreement | None = None
+        # The step from which on they do so, and the number of the last exchange since then that is over.
+        self._met_before = self._seen = 0
         # The step that is being begun, or was begun last; and the first one that this rank was alone with.
         self._number = self._alone_from = 0
         self._settings = {
@@ -157,7 +161,8 @@ class RankWatch:
         self._raise(before=number)
         due = number - LAG
         compares = self._every > 0 and due > 0 and due % self._every == 0
-        if self._agrees or compares or (self._trial is not None and self._trial.step == number):
+        tries = self._met_before > 0 and number - self._met_before in _TRIAL_STEPS
+        if self._agrees or compares or tries:
             self._send(number, digest_step=due if compares else 0)
 
     def flush(self, *, all_ranks: bool) -> None:
@@ -202,6 +207,7 @@ class RankWatch:
         words, names = message.pack(
             self._shape,
             number=number,
+            seen=self._seen,
             total=self._total,
             sentence=self._sentence,
             digest_step=digest_step,
@@ -233,8 +239,6 @@ class RankWatch:
                 return
             if over:
                 self._under_way.popleft()
-                if self._trial is not None:
-                    self._come_together(self._trial)
                 continue
             if time.monotonic() >= first.exchange.began + timeout or (crowded and not must_wait):
                 within = f"{timeout:g} seconds"
@@ -255,6 +259,9 @@ class RankWatch:
         numbers = [header.number for header in headers]
         if len(set(numbers)) > 1:
             raise RuntimeError(f"the ranks are before the steps {', '.join(map(str, numbers))}")
+        self._seen = under_way.number
+        if self._trial is not None and all(header.seen >= self._trial.step for header in headers):
+            self._come_together(self._trial)
         if self._agrees:
             self._verdicts += [
                 RankVerdict(rank=rank, total=header.total, sentence=header.sentence)
@@ -294,7 +301,8 @@ class RankWatch:
             self._differences += [r for r in new[:most] if r.differences != only]
 
     def _raise(self, *, before: int) -> None:
-        if self._verdicts or self._differences:
+        # While they try to go on together, nobody knows whether all would raise.
+        if self._trial is None and (self._verdicts or self._differences):
             errors, verdicts, differences = self._errors, self._verdicts, self._differences
             self._errors, self._verdicts, self._differences = [], [], []
             raise RankViolationError(step=before, own=errors, verdicts=verdicts, differences=differences)
@@ -306,6 +314,7 @@ class RankWatch:
         self._digests.clear()
         self._meeting.seek(self._number)
         if tried:
+            self._errors, self._verdicts, self._differences = [], [], []
             logger.debug("kv-canary: ranks: they could not go on together: %s", why)
             return
         self._alone_from = self._number
@@ -322,7 +331,7 @@ class RankWatch:
         self._trial = self._meeting.take(self._number)
         if self._trial is None:
             return
-        self.alone = False
+        self.alone, self._met_before, self._seen = False, self._number, 0
         # What was found meanwhile has been logged, and is not raised any more.
         self._total, self._sentence = 0, ""
         self._errors, self._verdicts, self._differences = [], [], []

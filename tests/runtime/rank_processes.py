@@ -208,7 +208,9 @@ def other_numbers(life: Life, *, mode: str) -> dict[str, Any]:
         life.waits(TIMEOUT)
     if life.rank == 0:
         engine.together = False
-        life.run(engine, 12)
+        b = engine.add("b", 64)
+        for _ in range(12):
+            engine.step((b, 1))
         engine.together = True
     if not watch.alone:
         watch._part("they are to meet again")
@@ -216,7 +218,7 @@ def other_numbers(life: Life, *, mode: str) -> dict[str, Any]:
         return life.facts(engine, all_met=life.meet(engine))
     # So that it does not take long until they have tried it as often as they may.
     meeting._FIRST_DELAY, meeting._MARGIN_SECONDS = 0.1, 0.0
-    over = life.until(engine, lambda: watch._meeting._over)
+    over = life.until(engine, lambda: watch._meeting._over is not None)
     meeting._FIRST_DELAY, meeting._MARGIN_SECONDS = 0.5, 0.5
     return life.facts(engine, over=over)
 
@@ -271,11 +273,10 @@ def late(life: Life, *, every: int) -> dict[str, Any]:
     engine.add("a", 480)
     life.start(engine)
     life.waits(LIMIT)
-    watch = watch_of(engine)
     if every == 1:
         return life.facts(engine, all_met=life.meet(engine))
     refused = life.until(engine, lambda: any("stays alone for good" in line for line in life.lines))
-    return life.facts(engine, refused=refused, over=watch._meeting._over)
+    return life.facts(engine, refused=refused)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import kv_canary as kc
 from kv_canary.ranks import meeting
 from kv_canary.ranks.meeting import Agreement, Meeting
 
-from .test_rank_watch import rank_engines
+from .engine import Engine, Request
+from .test_rank_watch import add, rank_engines, sent
 
 
 class Store:
@@ -221,7 +223,16 @@ def test_trials_are_counted_anew_once_ranks_were_together(ranks: Ranks) -> None:
 
 def test_ranks_that_are_configured_differently_do_not_meet(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     parts = ranks()
-    parts[1]._settings = {"n": 2}
+    first, second = parts
+    second._settings = {"n": 2}
+    gather = first._all
+
+    def broken(*arguments: Any) -> list[list[int]]:
+        # The other one sees it first, and leaves.
+        gather(*arguments)
+        raise RuntimeError("connection closed by peer")
+
+    first._all = broken  # type: ignore[method-assign]
     for part in parts:
         part.seek(10)
     wait_for(lambda: all(part._over for part in parts))
@@ -252,3 +263,106 @@ def test_a_manager_that_is_let_go_of_looks_for_nobody(ranks: Ranks, monkeypatch:
     gc.collect()
     thread.join(60)
     assert not thread.is_alive()
+
+
+class Appointment:
+    """Stands for a `Meeting` that brings the ranks together with a certain step."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.sought, self.met = step, 0, 0
+
+    def seek(self, number: int) -> None:
+        self.sought += 1
+
+    def take(self, number: int) -> Agreement | None:
+        group: Any = None
+        return Agreement(group=group, step=number, spread=0, in_step=True) if number == self.step else None
+
+    def together(self) -> None:
+        self.met += 1
+
+
+def parted(monkeypatch: pytest.MonkeyPatch, step: int, **config: Any) -> tuple[list[Engine], list[list[Request]]]:
+    """Return engines whose ranks came apart after a step, and are to go on together with step `step`."""
+    engines = rank_engines(monkeypatch, **config)
+    requests = [add(engines, name, 100) for name in "ab"]
+    run(engines, requests)
+    for engine in engines:
+        watch: Any = engine.manager.ranks
+        watch._meeting = Appointment(step)
+        watch._part("something happened")
+        sent(engine).clear()
+    return engines, requests
+
+
+def run(engines: list[Engine], requests: list[list[Request]], *, steps: int = 1) -> list[kc.RankViolationError]:
+    """Run steps on every engine; return what was raised."""
+    errors = []
+    for _ in range(steps):
+        for rank, engine in enumerate(engines):
+            try:
+                engine.step(*((request[rank], 1) for request in requests))
+            except kc.RankViolationError as error:
+                errors.append(error)
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("mode", "every", "exchanges"),
+    [
+        ("log", 0, {5: 1, 9: 2, 13: 3, 21: 4, 37: 5, 60: 5}),
+        ("log", 1, {5: 1, 8: 4}),
+        ("raise", 0, {5: 1, 6: 2, 20: 16}),
+    ],
+)
+def test_what_ranks_exchange_from_the_meeting_on(
+    monkeypatch: pytest.MonkeyPatch, mode: str, every: int, exchanges: dict[int, int]
+) -> None:
+    engines, requests = parted(monkeypatch, 5, mode=mode, digest_every=every)
+    run(engines, requests, steps=3)
+    assert [sent(engine) for engine in engines] == [[], []]
+    assert {engine.manager.summary().status for engine in engines} == {"degraded"}
+    found = {}
+    while engines[0].manager.step < max(exchanges):
+        run(engines, requests)
+        found[engines[0].manager.step] = len(sent(engines[0]))
+    assert {step: found[step] for step in exchanges} == exchanges
+    for engine in engines:
+        watch: Any = engine.manager.ranks
+        assert (watch.met, watch._meeting.met, watch.alone, watch._meeting.sought) == (1, 1, False, 1)
+        assert engine.manager.summary().status == "healthy"
+
+
+@pytest.mark.parametrize("mode", ["log", "raise"])
+def test_ranks_are_together_only_once_all_know(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    engines, requests = parted(monkeypatch, 5, mode=mode, digest_every=1)
+    first: Any = engines[0].manager.ranks
+    met = []
+    for _ in range(7):
+        run(engines, requests)
+        met.append((engines[0].manager.step, first.met))
+    # What is sent before step 6 says that the first exchange is over: in log mode on the second rank alone, since the
+    # first one began that step before the second one began the one before.
+    assert met[4:] == [(6, 0), (7, 1), (8, 1)] if mode == "raise" else [(6, 0), (7, 0), (8, 1)]
+
+
+def test_a_rank_whose_other_left_after_the_first_exchange_says_and_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines, requests = parted(monkeypatch, 5, mode="raise", digest_every=1)
+    run(engines, requests, steps=3)
+    first: Any = engines[0].manager.ranks
+    second: Any = engines[1].manager.ranks
+    lines = len(caplog.records)
+    # It found something as the ranks went on together, and came apart again before it said more.
+    second._number = 5
+    second._go_on_together()
+    second._total, second._sentence = 1, "x"
+    second._send(5, digest_step=0)
+    alone = engines[:1]
+    errors = run(alone, [request[:1] for request in requests], steps=2)
+    assert (first.met, first._verdicts != [], errors) == (0, True, [])
+    first._part("the exchange before step 6 failed")
+    errors = run(alone, [request[:1] for request in requests], steps=3)
+    assert (first.met, errors, first._meeting.sought) == (0, [], 2)
+    assert [r.getMessage() for r in caplog.records[lines:] if r.levelno >= logging.WARNING] == []
