@@ -232,6 +232,7 @@ class CanaryManager:
                 records=pool.buffers,
                 backend=self.backend,
             )
+            self.unverified.freed(pool, slots.to(self.device))
         if part.failed:
             self.unverify(pool, slots)
 
@@ -290,6 +291,7 @@ class CanaryManager:
                 self._sweep()
 
     def _sweep(self) -> None:
+        self.unverified.settle_debts()
         self._sweeper.sweep(self._cached())
         self._sweeper.quarantine()
 
@@ -474,8 +476,8 @@ class CanaryManager:
         if self.is_off:
             return
         with self.guard.contain("flush"):
-            self.unverified.tidy()
             self._take(self._drain.poll(wait=True))
+            self.unverified.tidy()
             if self.ranks is not None:
                 self.ranks.flush(all_ranks=all_ranks)
 
@@ -486,7 +488,7 @@ class CanaryManager:
             counters=self._drain.counters,
             stride=self.budget.stride,
             skipped=self.skipped,
-            unverified=self.unverified.taken_in,
+            unverified=self.unverified.taken_in + self.unverified.taken_back,
         )
 
     def close(self) -> None:
@@ -498,9 +500,10 @@ class CanaryManager:
         output.drain(_LAST_WORDS)
 
     def _begin_step(self) -> None:
-        if self._number % _TIDY_EVERY == 0:
+        tidies = self._number % _TIDY_EVERY == 0 and self.unverified.any_marked
+        self._take(self._drain.poll(wait=tidies))
+        if tidies:
             self.unverified.tidy()
-        self._take(self._drain.poll())
         if self.ranks is not None:
             self.ranks.begin(self._number + 1)
         self._number += 1
@@ -523,6 +526,11 @@ class CanaryManager:
 
     def _take(self, findings: Findings) -> None:
         """Count and report what was drained; with ranks, none of them raises alone: the others would wait for it."""
+        try:
+            findings = self.unverified.take_back(findings, self.groups)
+        except Exception as error:
+            # What was found is told all the same.
+            self.guard.failed("looking for gaps among what was found", error)
         try:
             self.accounts.take(findings)
         except CanaryViolationError as error:

@@ -116,6 +116,11 @@ class BufferGroup:
     def sweep_tag(self) -> Tag:
         return Tag.SWEEP_SWA if self.window else Tag.SWEEP_FULL
 
+    @property
+    def tags(self) -> tuple[Tag, Tag, Tag]:
+        """The launch sites of this group."""
+        return self.head_tag, self.tail_tag, self.sweep_tag
+
     def endpoint(self, tag: Tag, *, with_bytes: bool) -> Endpoint:
         """Return the launch site `tag` of this group; HEAD's own records, where there are any, have no bytes."""
         pool = self.pool

@@ -1,20 +1,25 @@
 """Slots of which the records say nothing, because a forward was given up or the canary itself has failed.
 
-Two things are known of a slot, a bit each. In DOUBT are bytes that a forward may have overwritten before it was given
+What is known of a slot is a bit each. In DOUBT are bytes that a forward may have overwritten before it was given
 up: a freed slot among them may have changed, which is no fault. A GAP is a slot that was written, freed or copied while
 the canary could not record it: its record is dropped, and who relies on it next has it taken in anew, from its own
-tokens and the bytes that lie there then. That is counted, and says nothing of what befell the slot before.
+tokens and the bytes that lie there then. That is counted, and says nothing of what befell the slot before. A row that
+goes on is not looked through again; an engine that lets such a row name another slot, as it does where two requests
+have the same prefix, may have a gap read as it is, and what is reported of that is known by the mark, and taken back.
+TAKEN are slots that were gaps until a moment ago: such a report may still be under way.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from kv_canary import ops
-from kv_canary.constants import UNCHECKED
+from kv_canary.constants import UNCHECKED, Reason
+from kv_canary.drain import Findings
 from kv_canary.host import send
 from kv_canary.pools import BufferGroup, KvPool
 from kv_canary.specs.structures import VerifyPlan, WritePlan
@@ -26,7 +31,7 @@ if TYPE_CHECKING:
     from kv_canary.forward import ForwardRequest
     from kv_canary.manager import CanaryManager
 
-_DOUBT, _GAP = 1, 2
+_DOUBT, _GAP, _TAKEN = 1, 2, 4
 # Who a row was looked through for, as of which marking, and how many of its positions need no second look.
 _Look = tuple[int, int, int, int]
 
@@ -49,8 +54,13 @@ class Unverified:
         self._owed: set[KvPool] = set()
         self._markings = 0
         self._looks: dict[str, dict[int, _Look]] = {}
-        # Positions that were taken in anew.
-        self.taken_in = 0
+        # Positions that were taken in anew, and reports that were taken back.
+        self.taken_in = self.taken_back = 0
+
+    @property
+    def any_marked(self) -> bool:
+        """Whether any slot may be marked."""
+        return bool(self._marked)
 
     def doubt(self, pool: KvPool, slots: torch.Tensor) -> None:
         """Take in that int64 `slots` may have been overwritten by a forward that was given up."""
@@ -112,10 +122,43 @@ class Unverified:
             if pool in self._gaps:
                 self._markings += 1
 
+    def freed(self, pool: KvPool, slots: torch.Tensor) -> None:
+        """Take in that int64 `slots` were freed: nobody should rely on what they hold."""
+        if pool in self._gaps:
+            marks, slots = self._marks[pool], self._inside(pool, slots)
+            marks[slots] &= ~_GAP & 0xFF
+
+    def take_back(self, findings: Findings, groups: Sequence[BufferGroup]) -> Findings:
+        """Return what was drained less what was found only because a slot is a gap, or was one a moment ago."""
+        pools = {
+            tag: [p for p in self._marked if any(g.pool is p for g in groups if tag in g.tags)]
+            for tag in {words[0] for words in findings.rows if words[1] == Reason.NEVER_WRITTEN}
+        }
+        if not any(pools.values()):
+            return findings
+        rows = [words for words in findings.rows if not self._is_gap(pools.get(words[0], ()), words)]
+        count = len(findings.rows) - len(rows)
+        if not count:
+            return findings
+        # The rows that read them are to be looked through again.
+        self._markings += 1
+        self.taken_back += count
+        # Of those that the ring had no room for nobody can say.
+        total = findings.total - count if rows else 0
+        return dataclasses.replace(findings, rows=rows, total=total)
+
+    def _is_gap(self, pools: Sequence[KvPool], words: Sequence[int]) -> bool:
+        """Whether a violation row says no more than that a gap has no record."""
+        slot = words[2]
+        return words[1] == Reason.NEVER_WRITTEN and any(
+            0 < slot < len(self._marks[pool]) and bool(self._marks[pool][slot] & (_GAP | _TAKEN)) for pool in pools
+        )
+
     def tidy(self) -> None:
-        """Look whether any mark is left; waits for the device where there were any."""
+        """Look whether any mark is left; waits for the device where there were any. Behind a drain that has waited."""
         for pool in list(self._marked):
             marks = self._marks[pool]
+            marks &= ~_TAKEN & 0xFF
             if not bool((marks & _GAP).any()):
                 self._gaps.discard(pool)
             if not bool(marks.any()):
@@ -123,7 +166,7 @@ class Unverified:
 
     def settled(self, pool: KvPool) -> torch.Tensor | None:
         """Return bool [slots] of the engine's slots whose bytes are as recorded for all we know; None: all are."""
-        return self._marks[pool][: pool.num_slots] == 0 if pool in self._marked else None
+        return (self._marks[pool][: pool.num_slots] & _DOUBT) == 0 if pool in self._marked else None
 
     def without_gaps(self, pool: KvPool, cached: CachedSlots) -> CachedSlots:
         """Return what the prefix cache holds less the slots that have no record."""
@@ -200,7 +243,8 @@ class Unverified:
             mine = (rows == request.row).nonzero().view(-1)
             if len(mine):
                 self._record(group, request, slots[mine], positions[mine])
-        self._marks[pool][slots] = 0
+        self._marks[pool][slots] = _TAKEN
+        self._marks[pool][0] = 0
 
     def _record(
         self, group: BufferGroup, request: ForwardRequest, slots: torch.Tensor, positions: torch.Tensor

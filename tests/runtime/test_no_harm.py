@@ -257,6 +257,29 @@ def test_only_what_a_skipped_forward_wrote_is_taken_in() -> None:
     assert engine.manager.summary().unverified == 4
 
 
+def test_a_gap_that_a_row_comes_to_name_later_is_no_fault() -> None:
+    engine = contained()
+    a = engine.add("a", 100)
+    b = engine.add("b", a.tokens)
+    engine.step((a, 20), (b, 20))
+    # b's slots are gaps; a has been looked through since, and goes on.
+    engine.manager.unverify(engine.groups[0].pool, engine.tables["full"][b.row, :20].long())
+    engine.step((a, 1))
+    # Both have the same tokens: the engine lets a name b's slots, as a prefix cache does, and frees a's own.
+    engine.tables["full"][a.row, :16] = engine.tables["full"][b.row, :16]
+    for _ in range(3):
+        engine.step((a, 1))
+    engine.manager.flush()
+    summary = engine.manager.summary()
+    assert summary.violations == 0
+    assert summary.unverified >= 16
+    assert summary.failures == {}
+    # Nothing was ever written there, and nobody has said that it could not be followed: that is a fault.
+    engine.tables["full"][a.row, 5] = 99
+    engine.step((a, 1))
+    assert {(r.position, r.reasons) for r in engine.found()} == {(5, ("NEVER_WRITTEN",))}
+
+
 def test_in_raise_mode_failures_are_raised_and_findings_come_from_begin_and_flush(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
