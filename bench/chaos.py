@@ -43,6 +43,7 @@ from kv_canary.engines.transformers import install
 from kv_canary.observers import Observer, events
 from kv_canary.observers.base import StepFacts
 from kv_canary.reports import ViolationReport, bundle, desk
+from kv_canary.specs.structures import ResolvedSlots, WritePlan
 
 # How often each call below fails; a life has one of them.
 RATES = (0.001, 0.006, 0.03)
@@ -76,8 +77,8 @@ PLACES: tuple[tuple[Any, str], ...] = (
     (drain.Drain, "poll"),
     (drain.Drain, "_fetch"),
     (launches.GroupLaunches, "prepare"),
-    (launches.ResolvedSlots, "allocate"),
-    (launches.WritePlan, "allocate"),
+    (ResolvedSlots, "allocate"),
+    (WritePlan, "allocate"),
     (unverified.Unverified, "_take_in"),
     (unverified.Unverified, "written"),
     (unverified.Unverified, "_inside"),

@@ -211,7 +211,7 @@ class _Dispatcher:
 
 def _method(target: Any, name: str) -> Callable[..., Any]:
     """Return a method; ValueError where there is none."""
-    original = getattr(target, name, None)
+    original: Callable[..., Any] | None = getattr(target, name, None)
     if not callable(original):
         expected = f"an object with the method {name}"
         raise ValueError(must_be("install", type(target).__name__, expected, f"{type(original).__name__}"))

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kv_canary.backends import select_backend
@@ -90,7 +91,7 @@ class IncidentDesk:
             if self._limit.admit("grouping") is not None:
                 logger.exception("kv-canary: grouping the reports failed; here they are one by one")
             for report in reports:
-                self._log(report.sentence, lambda report=report: report.sentence)
+                self._log(report.sentence, partial(str, report.sentence))
             return ()
 
     def _take(
@@ -111,7 +112,7 @@ class IncidentDesk:
             self._log("incidents", lambda: f"{untold} more incidents are not written out")
         for number in known:
             if news[number] != "new":
-                self._log(number, lambda number=number: goes_on(self._book.incident(number)))
+                self._log(number, partial(self._goes_on, number))
         if total > len(reports):
             self._log("violations", lambda: f"{total - len(reports)} more violations are not written out one by one")
         for i, number in enumerate(new):
@@ -122,6 +123,9 @@ class IncidentDesk:
         if self._config.mode != "raise":
             return ()
         return tuple(self._book.incident(number) for number in known)
+
+    def _goes_on(self, number: int) -> str:
+        return goes_on(self._book.incident(number))
 
     def _affordable(self, count: int) -> int:
         """Return how many of `count` rows are to be grouped now."""
