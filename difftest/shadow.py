@@ -28,7 +28,7 @@ from kv_canary.difftest.casefile import SUFFIX, case_file, save
 from kv_canary.difftest.imports import replay_line
 from kv_canary.difftest.memory import sparse_storage
 from kv_canary.difftest.runner import Mismatch, Outcome, differing
-from kv_canary.difftest.shadow_settings import ShadowSettings
+from kv_canary.shadow_settings import ShadowSettings
 from kv_canary.specs import get_spec
 from kv_canary.specs.interface import KernelSpec, Leaf
 

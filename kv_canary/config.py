@@ -17,8 +17,8 @@ from kv_canary.backends import BACKENDS
 from kv_canary.errors import must_be
 
 if TYPE_CHECKING:
-    from kv_canary.difftest.shadow_settings import ShadowSettings
     from kv_canary.perturb.config import PerturbConfig
+    from kv_canary.shadow_settings import ShadowSettings
 
 Mode = Literal["log", "raise", "off"]
 Records = Literal["one", "head_and_tail"]
@@ -150,8 +150,8 @@ class CanaryConfig:
 
 def other_parts() -> dict[str, type[ShadowSettings] | type[PerturbConfig]]:
     """Return the settings of parts that read them themselves, by what follows `KV_CANARY_` in their variables."""
-    from kv_canary.difftest.shadow_settings import ShadowSettings
     from kv_canary.perturb.config import PerturbConfig
+    from kv_canary.shadow_settings import ShadowSettings
 
     return {"SHADOW_": ShadowSettings, "PERTURB_": PerturbConfig}
 

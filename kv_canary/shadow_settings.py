@@ -1,4 +1,4 @@
-"""What the environment says of the shadow backend; kept apart, so that reading it imports nothing else of difftest."""
+"""What the environment says of the shadow backend."""
 
 from __future__ import annotations
 
