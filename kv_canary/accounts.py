@@ -151,8 +151,9 @@ class Accounts:
         self._groups_of = {
             tag: " or ".join(g.name for g in groups if tag in (g.head_tag, g.tail_tag, g.sweep_tag)) for tag in Tag
         }
+        self.redactor = Redactor.of(config)
         self._decoder = Decoder(
-            groups, name_of_row=self._name_of_row, name_of_owner=self._name_of_owner, redactor=Redactor.of(config)
+            groups, name_of_row=self._name_of_row, name_of_owner=self._name_of_owner, redactor=self.redactor
         )
         self._desk = IncidentDesk(self._decoder, config=config, steps=self._steps, summary=self._summary_now)
         # Counters as of the last drained step; None where the launches since then are not known.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import ipaddress
-import logging
 import re
 import select
 import socket
@@ -18,7 +17,7 @@ import time
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
 
-logger = logging.getLogger("kv_canary")
+from kv_canary.output import logger
 
 # Connections that are open at once.
 MOST_CONNECTIONS = 8

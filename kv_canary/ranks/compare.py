@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from kv_canary.constants import HEAD_OF_CHAIN, MASK64
+from kv_canary.redact import Redactor
 from kv_canary.reports.report import printable
 
 
@@ -110,6 +112,7 @@ def compare(
     groups: Sequence[str],
     names: Mapping[int, str],
     steps_match: bool = True,
+    redactor: Redactor | None = None,
 ) -> list[RankReport]:
     """Return a report for every request on which ranks differ, in the order of the first rank's requests.
 
@@ -120,6 +123,7 @@ def compare(
         names: name of each request that this rank knows, by key.
         steps_match: whether the ranks have surely run the same step; if not, they are compared only where they have run
             the same requests from the same prefixes.
+        redactor: hides names and chains; None: they are told.
     """
     if len(ranks) < 2 or _equal(ranks):
         return []
@@ -138,7 +142,11 @@ def compare(
             if any(stand.differences for stand in stands):
                 found[group] = stands
         if found:
-            reports.append(_report(step, key, names.get(key), found))
+            name = names.get(key)
+            if redactor is not None:
+                found = {group: [_hidden(s, redactor) for s in stands] for group, stands in found.items()}
+                name, key = redactor.name(name), redactor.word(key)
+            reports.append(_report(step, key, name, found))
     return reports
 
 
@@ -229,6 +237,12 @@ def _stand(rank: int, line: Sequence[int] | None, differences: Sequence[RankDiff
         entries=line[Word.ENTRIES],
         violations=line[Word.VIOLATIONS],
     )
+
+
+def _hidden(stand: RankStand, redactor: Redactor) -> RankStand:
+    """Return what a rank has without the chains, from which tokens could be found."""
+    tail, seed = (None if word is None else redactor.word(word) for word in (stand.tail, stand.seed_chain))
+    return dataclasses.replace(stand, tail=tail, seed_chain=seed)
 
 
 def _report(step: int, key: int, request_id: str | None, found: Mapping[str, Sequence[RankStand]]) -> RankReport:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -15,14 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from kv_canary.errors import must_be
+from kv_canary.output import logger
 from kv_canary.ranks.group import RankGroup, gather
 from kv_canary.reports.report import printable
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroupGloo
-
-logger = logging.getLogger("kv_canary")
 
 # The first and the longest pause between two looks at whether all ranks have come, in seconds: one question to the
 # store each.

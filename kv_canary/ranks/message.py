@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +9,9 @@ from enum import IntEnum
 
 import torch
 
+from kv_canary.output import logger
 from kv_canary.ranks.digest import Digest
 from kv_canary.reports.report import printable
-
-logger = logging.getLogger("kv_canary")
 
 
 class State(IntEnum):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 import zlib
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kv_canary.output import logger
 from kv_canary.ranks import message
 from kv_canary.ranks.compare import RankDifference, RankReport, compare
 from kv_canary.ranks.digest import Digest, Gatherer
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from kv_canary.forward import ForwardBatch, SingleForwardManager
     from kv_canary.manager import CanaryManager
     from kv_canary.reports import CanaryViolationError
-
-logger = logging.getLogger("kv_canary")
 
 # Steps from a digest to its exchange: its copy to the host is over by then, however far the host runs ahead.
 LAG = 4
@@ -285,6 +283,7 @@ class RankWatch:
             step=headers[complete[0]].digest_step,
             groups=[g.name for g in self._manager.groups],
             names=under_way.names,
+            redactor=self._manager.accounts.redactor,
             steps_match=self._steps_match,
         )
         # What goes on from one digest to the next is told once.

@@ -37,6 +37,8 @@ TEXTS: dict[str, tuple[str, Any]] = {
     "metrics_address": ("::1", "::1"),
     "event_log": ("/tmp/events.jsonl", Path("/tmp/events.jsonl")),
     "bundles": ("found", Path("found")),
+    "redact": ("on", True),
+    "redact_key": ("a secret", "a secret"),
 }
 
 

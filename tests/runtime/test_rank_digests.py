@@ -13,6 +13,7 @@ import kv_canary as kc
 from kv_canary.constants import HEAD_OF_CHAIN, MASK64
 from kv_canary.ranks import digest
 from kv_canary.ranks.compare import Flag, RankDifference, RankReport, Word, compare
+from kv_canary.redact import Redactor
 
 from .engine import Engine, Request, full_engine, make_pool
 
@@ -387,3 +388,18 @@ def test_only_the_first_forward_of_a_group_counts_and_inner_ones_do_not() -> Non
     assert words[0, 0, Word.PREFIX_LEN] == 0
     assert words[0, 0, Word.KEY] != 0
     assert words[1].eq(0).all()
+
+
+def test_a_report_can_be_told_without_names_and_chains() -> None:
+    words = torch.zeros(2, 1, 1, 8, dtype=torch.int64)
+    words[:, 0, 0] = torch.tensor([77, 5, 0, 4711, 3, 4711, 5, 0])
+    words[1, 0, 0, 3] = 4712
+    plain, hidden = (
+        compare({0: words[0], 1: words[1]}, step=3, groups=["full"], names={77: "somebody"}, redactor=redactor)
+        for redactor in (None, Redactor("key"))
+    )
+    (told,), (report,) = plain, hidden
+    assert told.request_id == "somebody"
+    assert report.differences == told.differences
+    shown = str(report)
+    assert not any(text in shown for text in ("somebody", "4711", f"{4711:016x}", "key=77,"))
