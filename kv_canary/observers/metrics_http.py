@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import ipaddress
+import logging
 import re
 import select
 import socket
@@ -17,7 +18,7 @@ import time
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
 
-from kv_canary.output import logger
+logger = logging.getLogger("kv_canary")
 
 # Connections that are open at once.
 MOST_CONNECTIONS = 8
