@@ -120,6 +120,10 @@ class BackgroundLogger:
     def __init__(self, logger: logging.Logger, output: Output) -> None:
         self._logger, self._output = logger, output
 
+    def debug(self, text: str, *args: object) -> None:
+        """Log at level DEBUG."""
+        self.log(logging.DEBUG, text, *args)
+
     def info(self, text: str, *args: object) -> None:
         """Log at level INFO."""
         self.log(logging.INFO, text, *args)
