@@ -18,6 +18,11 @@ if not IS_HERE:
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--chaos-minutes", default="0.3", help="how long the canary is made to fail in SGLang's engine")
+    parser.addoption("--chaos-seed", default="1", help="the first life's seed; others count on")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Take back what the other tests want of Triton: SGLang's processes run as they do outside of tests."""
