@@ -337,9 +337,10 @@ def main(minutes: float, seed: int, jobs: int, share: float, device: str, path: 
         def take(result: Tally) -> bool:
             tally.add(result)
             progress.update(bar, completed=min(time.monotonic() - began, 60 * minutes))
-            return False
+            # What is under way then is not waited for longer than it takes.
+            return time.monotonic() > end
 
-        run_tasks(run, tasks(), pool=pool, ahead=2 * jobs, take=take)
+        run_tasks(run, tasks(), pool=pool, ahead=jobs + 1, take=take)
     report = {
         "what": "faults injected into the canary itself, in log mode",
         "minutes": round((time.monotonic() - began) / 60, 1),

@@ -428,6 +428,10 @@ class SingleForwardManager:
         """Of each group: its name, and the numbers of its status words: of the last plan, and of earlier ones."""
         return [(x.group.name, x.status, x.earlier_status) for x in self._launches]
 
+    def forget_graphs(self) -> None:
+        """Destroy the graphs that HEAD and TAIL are replayed from."""
+        self._replays.forget()
+
     @property
     def manager(self) -> CanaryManager:
         """The canary that it belongs to."""

@@ -497,6 +497,10 @@ class CanaryManager:
         What was counted and reported can still be read. Call `flush` before: what a last step found is reported there.
         """
         self.accounts.close()
+        # Not left to the collector, which may destroy a graph while somebody captures another.
+        self.state.forget_graphs()
+        for forward in self._forwards.values():
+            forward.forget_graphs()
         output.drain(_LAST_WORDS)
 
     def _begin_step(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
@@ -45,6 +46,11 @@ class Replays:
         """Whether launches should be made for rounded sizes, because they may be replayed."""
         return self._capture is not None
 
+    def forget(self) -> None:
+        """Destroy every graph; launches run as they are until they have come again."""
+        self._graphs.clear()
+        self._runs.clear()
+
     def run(self, key: Hashable, launch: Launch) -> None:
         """Launch what `launch` does.
 
@@ -80,13 +86,20 @@ def capture_graph(launch: Launch) -> Launch:
     Nothing runs now, and other threads may go on using the device. `launch` must have run before.
     """
     graph = torch.cuda.CUDAGraph()
-    # A capture needs a stream of its own, which nothing is ever launched on.
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            launch()
-        finally:
-            graph.capture_end()
+    # What the collector would destroy now may be a graph of somebody's, which a capture does not survive.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        # A capture needs a stream of its own, which nothing is ever launched on.
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                launch()
+            finally:
+                graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
     return graph.replay
 
 

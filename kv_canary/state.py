@@ -219,6 +219,10 @@ class CanaryDeviceState:
         else:
             launch()
 
+    def forget_graphs(self) -> None:
+        """Destroy the graphs that launches are replayed from."""
+        self._replays.forget()
+
     def branch(self, requests: Sequence[ForwardRequest], offsets: Iterable[int]) -> None:
         """Let the scratch of these requests' rows start from their tails."""
         if not requests:
