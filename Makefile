@@ -12,13 +12,13 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import ensu
 # The oldest transformers that the adapter is tested with; constraints.txt pins the newest.
 OLD_TRANSFORMERS := transformers==5.17.*
 
-# How long `make fuzz` looks.
+# How long `make fuzz` looks, and `make chaos` goes on.
 MINUTES ?= 30
 
-# Processes of `make soak`.
+# Processes of `make soak` and `make chaos`.
 JOBS ?= 2
 
-.PHONY: help setup demo check test test-tf517 test-sglang fuzz mutants planted soak clean
+.PHONY: help setup demo check test test-tf517 test-sglang fuzz mutants planted soak chaos clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -59,6 +59,9 @@ planted: .venv/.stamp ## how long fuzzing takes to find bugs that were planted
 soak: .venv/.stamp ## healthy engines stay silent, injected faults are found (JOBS=...); writes both to bench/results
 	.venv/bin/python -P -m kv_canary.bench.soak --jobs $(JOBS) --json bench/results/soak.json
 	.venv/bin/python -P -m kv_canary.bench.detection --jobs $(JOBS) --json bench/results/detection.json
+
+chaos: .venv/.stamp ## the canary itself fails at random, and no engine notices (MINUTES=..., JOBS=...)
+	.venv/bin/python -P -m kv_canary.bench.chaos --minutes $(MINUTES) --jobs $(JOBS)
 
 clean: ## remove environments, builds and caches; found counterexamples stay
 	rm -rf .venv .venv-tf517 .venv-sglang build dist *.egg-info tests/sglang/environment/*.egg-info .benchmarks .mypy_cache .pytest_cache .ruff_cache
