@@ -114,7 +114,9 @@ class IncidentDesk:
             if news[number] != "new":
                 self._log(number, partial(self._goes_on, number))
         if total > len(reports):
-            self._log("violations", lambda: f"{total - len(reports)} more violations are not written out one by one")
+            self._log(
+                "violations", lambda: f"{total - len(reports)} of {total} violations are not written out one by one"
+            )
         for i, number in enumerate(new):
             saving = self._bundles is not None and not self._bundles.is_full
             if (saving or i < MOST_LOOKS) and self._looks.admit("look") is not None:
