@@ -105,11 +105,11 @@ class IncidentDesk:
             held = self._limit.admit(number)
             if held is not None:
                 told += 1
-                more = f" ({held} lines of before were held back)" if held else ""
-                logger.error("kv-canary: %s%s", self._book.incident(number).sentence, more)
-        untold = sum(what == "new" for what in news.values()) - told
-        if untold:
-            self._log("incidents", lambda: f"{untold} more incidents are not written out")
+                before = f" ({held} lines of before were held back)" if held else ""
+                logger.error("kv-canary: %s%s", self._book.incident(number).sentence, before)
+        more = sum(what == "new" for what in news.values()) - told
+        if more:
+            self._log("incidents", lambda: f"{more} more incidents are not written out")
         for number in known:
             if news[number] != "new":
                 self._log(number, partial(self._goes_on, number))
