@@ -316,6 +316,8 @@ def main(minutes: float, seed: int, jobs: int, share: float, device: str, path: 
     Exit codes: 0 the engines noticed nothing, 1 they did, 2 misuse.
     """
     console, tally, began = Console(), Tally(), time.monotonic()
+    # Of the code that runs, whatever the checkout is at the end.
+    measured = facts(device)
     end = began + 60 * minutes
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with (
@@ -350,7 +352,7 @@ def main(minutes: float, seed: int, jobs: int, share: float, device: str, path: 
         "injected_by_place": dict(sorted(tally.injected.items())),
     }
     if path is not None:
-        path.write_text(json.dumps({"facts": facts(device), **report}, indent=1) + "\n")
+        path.write_text(json.dumps({"facts": measured, **report}, indent=1) + "\n")
     console.print_json(json.dumps(report))
     raise SystemExit(1 if tally.failed else 0)
 
