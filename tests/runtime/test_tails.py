@@ -259,10 +259,10 @@ def test_a_request_that_was_retracted_is_put_in_again() -> None:
 
 def test_owners_wrap_and_are_told_apart_as_far_as_records_can() -> None:
     engine = full_engine()
-    engine.rows._last_owner = OWNER_MASK - 2
+    engine.rows._numbers._last = OWNER_MASK - 2
     names = ["w", "x", "y", "z"]
     requests = [engine.add(name, 20) for name in names]
-    assert [r.owner for r in requests] == [OWNER_MASK - 1, OWNER_MASK, 1, 2]
+    assert [r.owner for r in requests] == [OWNER_MASK - 1, OWNER_MASK, OWNER_MASK + 2, OWNER_MASK + 3]
     engine.step(*((r, 4) for r in requests))
     engine.step(*((r, 1) for r in requests))
     assert [r.sentence for r in engine.found()] == []
