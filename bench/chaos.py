@@ -352,7 +352,7 @@ def main(minutes: float, seed: int, jobs: int, share: float, device: str, path: 
         "injected_by_place": dict(sorted(tally.injected.items())),
     }
     if path is not None:
-        path.write_text(json.dumps({"facts": measured, **report}, indent=1) + "\n")
+        path.write_text(json.dumps({**measured, **report}, indent=1) + "\n")
     console.print_json(json.dumps(report))
     raise SystemExit(1 if tally.failed else 0)
 
