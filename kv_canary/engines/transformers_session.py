@@ -162,6 +162,12 @@ class Session:
         if not guard.contains:
             raise error
         guard.failed(f"transformers adapter: following {method}", error)
+        self._forget_records()
+
+    def _forget_records(self) -> None:
+        """Take in that nobody can say what any slot holds: all of them are taken in anew, as they are read."""
+        # What could not be retired in time must not be later: whoever has such a slot by then would lose its mark.
+        self._freed.clear()
         for pool in self.manager.pools:
             self.manager.unverified.forget_all(pool)
 
@@ -186,6 +192,8 @@ class Session:
                 # Uninstalled, by another thread, since the engine made this call; or never turned on.
                 return None
             try:
+                # First of all: a forward that goes by unwatched may write to slots that were freed before.
+                self._retire_freed()
                 with self._contained("describing a forward") as part, self._on_stream():
                     batch = self._described(batch_data)
                 if part.failed:
@@ -230,7 +238,6 @@ class Session:
         if any(f.state.request_id.startswith(WARMUP_PREFIX) for f in requests):
             self._forget_blocks(f.state.request_id for f in requests)
             return None
-        self._retire_freed()
         return self._batch(requests, batch_data)
 
     def _skip(self, batch_data: dict[str, Any]) -> None:
@@ -339,7 +346,6 @@ class Session:
 
     def _forget_blocks(self, request_ids: Iterable[str]) -> None:
         """Drop the records of what a warm-up writes into: blocks that were freed, whose bytes change now."""
-        self._retire_freed()
         for request_id in request_ids:
             for g, group in enumerate(self.layout.groups):
                 blocks = self.layout.block_table(g).get(request_id, [])
@@ -374,10 +380,12 @@ class Session:
 
     def _retire_freed(self) -> None:
         freed, self._freed = self._freed, {}
-        with self._on_stream():
+        with self._contained("following what was freed") as failing, self._on_stream():
             for (pool, owner), parts in freed.items():
                 (slots,) = send(self.manager.device, torch.cat(parts).tolist())
                 self.manager.retire(pool, slots, owner=owner)
+        if failing.failed:
+            self._forget_records()
 
     def _cleared(self) -> None:
         self._freed.clear()

@@ -16,6 +16,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from kv_canary import ops
 from kv_canary.engines.sglang import batches, lifetime, radix, session
+from kv_canary.forward import SingleForwardManager
 from kv_canary.reports import CanaryViolationError
 
 from . import eagle_harness, engine
@@ -299,6 +300,38 @@ def test_failures_at_random_change_no_output_and_give_no_alarm(llama, monkeypatc
     assert after["positions_verified"] > before + 500
     if shape == "plain":
         plant(scheduler, [])
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_free_that_was_not_followed_in_time_is_not_followed_later(llama, monkeypatch, watched):
+    """By then the slot is somebody else's, whom a forward wrote that was watched, or one that was not."""
+    scheduler = build(llama, "log", **SHAPES["tight"])
+    check_greedy(llama, serve(scheduler))
+    real, late = lifetime.Lifetime.take, []
+
+    def take(self: Any) -> Any:
+        late.append(bool(self._freed) and not (late and late[-1]))
+        if late[-1]:
+            raise OwnFailureError("take")
+        return real(self)
+
+    real_tail = SingleForwardManager._launch_tail
+
+    def tail(self: Any) -> None:
+        if late[-1]:
+            raise OwnFailureError("tail")
+        real_tail(self)
+
+    monkeypatch.setattr(lifetime.Lifetime, "take", take)
+    if not watched:
+        monkeypatch.setattr(SingleForwardManager, "_launch_tail", tail)
+    for number in range(4):
+        check_greedy(llama, serve(scheduler, seed=5 + number))
+    found = state()
+    assert sum(late) > 5
+    assert (found["off"], found["violations"]) == ("", 0)
+    monkeypatch.undo()
+    plant(scheduler, [])
 
 
 def test_failures_at_random_in_drafting_change_no_output_and_give_no_alarm(tmp_path, monkeypatch):

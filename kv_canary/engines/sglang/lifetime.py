@@ -89,6 +89,10 @@ class Lifetime:
             result += [(pool, slots) for pool in self._pools[half]]
         return result
 
+    def forget(self) -> None:
+        """Drop the slots that `take` would return: some of them may have been handed out again since."""
+        self._freed.clear()
+
     def _watch(self, half: Any, patches: Patches) -> None:
         """Follow one allocator of slots or of pages. Frees of a group come when the group ends, and are free then."""
         offsets = torch.arange(half.page_size, dtype=torch.int64, device=half.device)
@@ -121,7 +125,7 @@ class Lifetime:
     def _clear(self, original: Callable[..., Any]) -> Any:
         result = original()
         with self._following("an emptied cache"):
-            self._freed.clear()
+            self.forget()
             self._cleared()
         return result
 

@@ -268,6 +268,8 @@ class Session:
 
     def _forget(self) -> None:
         """Take in that nobody can say what any slot holds: all of them are taken in anew, as they are read."""
+        # What could not be retired in time must not be later: whoever has such a slot by then would lose its mark.
+        self._lifetime.forget()
         for pool in self.manager.pools:
             self.manager.unverified.forget_all(pool)
 
