@@ -16,6 +16,7 @@ import torch
 
 import kv_canary
 from kv_canary import ops
+from kv_canary.engines import transformers_session
 from kv_canary.engines.patches import Patches
 
 from .scenarios import PAGE, Prompts, batching_config, generation_config, make_model
@@ -23,12 +24,12 @@ from .scenarios import PAGE, Prompts, batching_config, generation_config, make_m
 PROMPTS = Prompts().of_lengths(5, PAGE + 3, 2 * PAGE)
 
 
-def answers(model: Any, prompts: list[list[int]] = PROMPTS) -> dict[str, Any]:
+def answers(model: Any, prompts: list[list[int]] = PROMPTS, **overrides: Any) -> dict[str, Any]:
     """Return what the engine answers to prompts, by request: its tokens, or its error."""
     outputs = model.generate_batch(
         prompts,
         generation_config=generation_config(new_tokens=12),
-        continuous_batching_config=batching_config(),
+        continuous_batching_config=batching_config(**overrides),
         progress_bar=False,
     )
     return {name: output.error or list(output.generated_tokens) for name, output in sorted(outputs.items())}
@@ -149,6 +150,39 @@ def test_a_hook_that_fails_costs_no_request(model: Any, wanted: list[Any], monke
         canary.uninstall()
     assert canary.summary().violations == 0
     assert any("following" in part for part in canary.summary().failures)
+
+
+@pytest.mark.parametrize("part", ["_described", "_retire_freed"])
+def test_a_free_that_was_not_followed_in_time_is_not_followed_later(
+    model: Any, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """By then the block is somebody else's, whom a forward wrote that was not watched, say."""
+    prompts = Prompts().of_lengths(*(5, PAGE + 3, 2 * PAGE, PAGE) * 5)
+    wanted = answers(model, prompts, num_blocks=12)
+    session = transformers_session.Session
+    true, note_freed = getattr(session, part), session._note_freed
+    freed, late = [], []
+
+    def fails_after_a_free(self: Any, *args: Any) -> Any:
+        late.append(bool(freed) and not (late and late[-1]))
+        freed.clear()
+        if late[-1]:
+            raise RuntimeError("the books are lost")
+        return true(self, *args)
+
+    def note(self: Any, *args: Any) -> None:
+        freed.append(args)
+        note_freed(self, *args)
+
+    monkeypatch.setattr(session, part, fails_after_a_free)
+    monkeypatch.setattr(session, "_note_freed", note)
+    canary = installed(model)
+    try:
+        assert list(answers(model, prompts, num_blocks=12).values()) == list(wanted.values())
+    finally:
+        canary.uninstall()
+    assert (canary.summary().violations, sum(canary.summary().failures.values())) == (0, sum(late))
+    assert sum(late) > 2
 
 
 def test_in_raise_mode_the_canarys_own_failure_is_raised_and_the_engine_is_usable(
