@@ -2,7 +2,7 @@
 
 A program, because a process that is spawned imports what it runs, and tests cannot be imported by name.
 
-python tests/runtime/rank_processes.py RANK PORT FOLDER: be one of SIZE processes, which go through all LIVES
+python tests/runtime/rank_processes.py WORLD RANK PORT FOLDER: be one of the processes that go through one of WORLDS
 """
 
 from __future__ import annotations
@@ -102,6 +102,9 @@ class Life:
             how()
         # The others have begun it, and wait in the model.
         self.run(engine, 1)
+        watch = watch_of(engine)
+        # What was begun before that does not wait for long either, wherever a rank got to.
+        self.until(engine, lambda: watch.alone or watch._meeting._thread is not None)
         self.waits(LIMIT)
 
     @property
@@ -296,7 +299,6 @@ class Lived:
     timeout: float = LIMIT
 
 
-# Those in which a process is killed come last.
 LIVES = {
     "healthy": Lived(run=lambda life: healthy(life, mode="log")),
     "healthy, raise mode": Lived(run=lambda life: healthy(life, mode="raise"), members=(0, 1, 2)),
@@ -317,7 +319,20 @@ LIVES = {
     "killed, raise mode": Lived(run=lambda life: killed(life, mode="raise"), members=(0, 1, 2)),
     "server killed": Lived(run=server_killed),
 }
-SIZE = 1 + max(max(lived.members) for lived in LIVES.values())
+# What the same processes go through, one after the other. Lives in which one of them is killed come last.
+_KILLED = ("killed", "killed, raise mode", "server killed")
+_LONG = ("again", "found alone", "other numbers, raise mode")
+_OF_THREE = ("healthy, raise mode", "one of three", "one of three, raise mode")
+WORLDS: list[Sequence[str]] = [
+    [name for name in LIVES if name not in (*_KILLED, *_LONG, *_OF_THREE)],
+    _LONG,
+    (*_OF_THREE, *_KILLED),
+]
+
+
+def size(world: int) -> int:
+    """Return how many processes a world has."""
+    return 1 + max(max(LIVES[name].members) for name in WORLDS[world])
 
 
 class _Lines(logging.Handler):
@@ -329,15 +344,17 @@ class _Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def main(rank: int, port: int, folder: Path) -> None:
+def main(world: int, rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     logger = logging.getLogger("kv_canary")
     logger.propagate = False
     limit = timedelta(seconds=10 * LIMIT)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE, timeout=limit)
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size(world), timeout=limit)
     # Groups are made by all processes together, so before any of them can be lost.
     groups: dict[str, tuple[kc.RankGroup | None, Any]] = {}
-    for name, lived in LIVES.items():
+    for name in WORLDS[world]:
+        lived = LIVES[name]
         members = list(lived.members)
         ranks: kc.RankGroup | None
         if lived.own_group:
@@ -363,8 +380,10 @@ def main(rank: int, port: int, folder: Path) -> None:
     began = time.monotonic()
     # Some are alone, as at the end of an engine.
     dist.destroy_process_group()
-    (folder / f"end.{rank}.json").write_text(json.dumps({"destroyed": time.monotonic() - began, "at": time.time()}))
+    (folder / f"end.{world}.{rank}.json").write_text(
+        json.dumps({"destroyed": time.monotonic() - began, "at": time.time()})
+    )
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

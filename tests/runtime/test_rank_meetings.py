@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from .rank_processes import LIVES, SIZE, TIMEOUT
+from .rank_processes import LIVES, TIMEOUT, WORLDS, size
 
 PROGRAM = Path(__file__).with_name("rank_processes.py")
 # Seconds after which processes count as hung; and within which one that has nothing left to do ends.
@@ -27,49 +27,60 @@ RAISING = ["sleeps, raise mode", "one of three, raise mode"]
 KILLED = ["killed", "killed, raise mode"]
 
 
+Process = tuple[int, int]
+
+
 class Lives:
-    """What became of all processes.
+    """What became of all processes, each of which is a rank of a world.
 
     Args:
         said: what the members of each life said; nothing where one was killed.
         codes: with what each process ended.
         seconds: how long each took to end after the last word.
+        ends: what each said last.
     """
 
-    def __init__(self, said: dict[str, Facts], codes: list[int], seconds: list[float], ends: Facts) -> None:
+    def __init__(
+        self,
+        said: dict[str, Facts],
+        codes: dict[Process, int],
+        seconds: dict[Process, float],
+        ends: dict[Process, dict[str, Any]],
+    ) -> None:
         self.said, self.codes, self.seconds, self.ends = said, codes, seconds, ends
 
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    logs = [(folder / f"{rank}.log").open("w") for rank in range(SIZE)]
-    # With -P Python leaves this folder out of its path.
-    processes = [
-        subprocess.Popen([sys.executable, "-P", PROGRAM, str(rank), port, folder], stderr=logs[rank])
-        for rank in range(SIZE)
-    ]
-    ended: dict[int, float] = {}
+    logs: dict[Process, Path] = {}
+    processes: dict[Process, subprocess.Popen[bytes]] = {}
+    for world in range(len(WORLDS)):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        for rank in range(size(world)):
+            logs[world, rank] = folder / f"{world}.{rank}.log"
+            with logs[world, rank].open("w") as log:
+                # With -P Python leaves this folder out of its path.
+                command = [sys.executable, "-P", PROGRAM, str(world), str(rank), port, folder]
+                processes[world, rank] = subprocess.Popen(command, stderr=log)
+    ended: dict[Process, float] = {}
     deadline = time.monotonic() + LIMIT
-    while len(ended) < SIZE and time.monotonic() < deadline:
-        ended |= {r: time.time() for r, p in enumerate(processes) if r not in ended and p.poll() is not None}
+    while len(ended) < len(processes) and time.monotonic() < deadline:
+        ended |= {k: time.time() for k, p in processes.items() if k not in ended and p.poll() is not None}
         time.sleep(0.05)
-    for process in processes:
+    for process in processes.values():
         if process.poll() is None:
             process.send_signal(signal.SIGCONT)
             process.kill()
         process.wait()
-    for log in logs:
-        log.close()
     said = {name: [read(folder / f"{name}.{r}.json") for r in lived.members] for name, lived in LIVES.items()}
-    ends = [read(folder / f"end.{rank}.json") for rank in range(SIZE)]
-    tails = {r: (folder / f"{r}.log").read_text()[-2000:] for r in range(SIZE)}
-    assert len(ended) == SIZE, f"processes {set(range(SIZE)) - set(ended)} hung; {json.dumps(said)}; {tails}"
-    seconds = [ended[rank] - end.get("at", ended[rank]) for rank, end in enumerate(ends)]
-    return Lives(said, [process.returncode for process in processes], seconds, ends)
+    ends = {(world, rank): read(folder / f"end.{world}.{rank}.json") for world, rank in processes}
+    tails = {str(k): log.read_text()[-2000:] for k, log in logs.items()}
+    assert len(ended) == len(processes), f"{set(processes) - set(ended)} hung; {json.dumps(said)}; {tails}"
+    seconds = {k: at - ends[k].get("at", at) for k, at in ended.items()}
+    return Lives(said, {k: process.returncode for k, process in processes.items()}, seconds, ends)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -200,7 +211,9 @@ def test_a_rank_goes_on_alone_where_the_store_died(lives: Lives) -> None:
 
 
 def test_processes_end_at_once_though_they_look_for_others(lives: Lives) -> None:
-    # The first one, and the last ones of two lives, were killed.
-    assert lives.codes == [-signal.SIGKILL, 0, -signal.SIGKILL, -signal.SIGKILL]
-    assert lives.ends[1]["destroyed"] < END
-    assert lives.seconds[1] < END
+    # Where processes were killed, the first one was, and the last ones of two lives.
+    assert list(lives.codes.values()) == [0, 0, 0, 0, -signal.SIGKILL, 0, -signal.SIGKILL, -signal.SIGKILL]
+    for process, code in lives.codes.items():
+        if not code:
+            assert lives.ends[process]["destroyed"] < END
+            assert lives.seconds[process] < END
