@@ -18,7 +18,7 @@ MINUTES ?= 30
 # Processes of `make soak` and `make chaos`.
 JOBS ?= 2
 
-.PHONY: help setup demo check test test-tf517 test-sglang fuzz mutants planted soak chaos clean
+.PHONY: help setup demo check test test-long test-tf517 test-sglang fuzz mutants planted soak chaos evidence clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -37,14 +37,18 @@ check: .venv/.stamp ## lint, formatting, types
 	ln -s "$$PWD"/kv_canary/* "$$PWD"/{bench,difftest,kernels,reference} .venv/typecheck/kv_canary/
 	MYPYPATH=.venv/typecheck .venv/bin/mypy .venv/typecheck/kv_canary
 
-test: check ## check, then every test, Triton in its interpreter
-	.venv/bin/pytest -n 2 --benchmark-disable -m 'not tf517'
+test: check ## check, then the tests, Triton in its interpreter
+	.venv/bin/pytest -n 2 --benchmark-disable -m 'not tf517 and not long' --ignore tests/sglang
+
+test-long: .venv/.stamp .venv-sglang/.stamp ## the tests that take long, SGLang's too
+	.venv/bin/pytest -n 2 --benchmark-disable -m 'long and not tf517' --ignore tests/sglang
+	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest -n 2 --dist worksteal -m long tests/sglang
 
 test-tf517: .venv-tf517/.stamp ## the adapter's tests with the oldest transformers, in .venv-tf517
-	.venv-tf517/bin/pytest -n 2 --benchmark-disable tests/engines
+	.venv-tf517/bin/pytest -n 2 --benchmark-disable -m 'not long' tests/engines
 
 test-sglang: .venv-sglang/.stamp ## the adapter in SGLang's own engine, on the CPU, in .venv-sglang
-	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest -n 2 --dist worksteal tests/sglang
+	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest -n 2 --dist worksteal -m 'not long' tests/sglang
 
 fuzz: .venv/.stamp ## look for differences between kernels and references for half an hour (MINUTES=...)
 	.venv/bin/kv-canary difftest fuzz --minutes $(MINUTES) --database .hypothesis/examples
@@ -62,6 +66,9 @@ soak: .venv/.stamp ## healthy engines stay silent, injected faults are found (JO
 
 chaos: .venv/.stamp ## the canary itself fails at random, and no engine notices (MINUTES=..., JOBS=...)
 	.venv/bin/python -P -m kv_canary.bench.chaos --minutes $(MINUTES) --jobs $(JOBS)
+
+evidence: .venv/.stamp ## which measured results are of this code, and do the pages that quote them say so
+	.venv/bin/kv-canary evidence
 
 clean: ## remove environments, builds and caches; found counterexamples stay
 	rm -rf .venv .venv-tf517 .venv-sglang build dist *.egg-info tests/sglang/environment/*.egg-info .benchmarks .mypy_cache .pytest_cache .ruff_cache

@@ -224,7 +224,9 @@ def _finds_a_fault(engine: CountingEngine, rng: np.random.Generator) -> bool | N
                 resident = [p for p in range(request.prefix_len) if not window or p >= request.prefix_len - window]
                 if resident and group.config.kind == "full":
                     slot = int(batch.tables[group.name][request.row][resident[-1]])
-                    engine.pools[group.name].records[slot, 0] ^= 1
+                    # Both, where HEAD and TAIL have records of their own: the forward may fail before its TAIL.
+                    for records in engine.pools[group.name].buffers:
+                        records[slot, 0] ^= 1
                     struck.append(True)
                     return
 
@@ -317,7 +319,7 @@ def main(minutes: float, seed: int, jobs: int, share: float, device: str, path: 
     """
     console, tally, began = Console(), Tally(), time.monotonic()
     # Of the code that runs, whatever the checkout is at the end.
-    measured = facts(device)
+    measured = facts(device, kind="chaos")
     end = began + 60 * minutes
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with (

@@ -403,7 +403,7 @@ def main(
     show(measured, console, seconds=time.monotonic() - begin)
     if path is not None:
         given = {"backend": backend, "seed": number, "jobs": jobs, "seconds": round(time.monotonic() - begin, 1)}
-        rows = [{**cell.as_dict(), **facts(device, commit=commit), **given} for cell in measured]
+        rows = [{**cell.as_dict(), **facts(device, commit=commit, kind="detection"), **given} for cell in measured]
         path.write_text(json.dumps(rows, indent=2) + "\n")
     raise SystemExit(0 if all(cell.passed for cell in cells) else 1)
 

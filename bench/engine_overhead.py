@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     bandwidth = copy_bandwidth(device)
     result: dict[str, Any] = {
-        **facts(device, commit=arguments.commit),
+        **facts(device, commit=arguments.commit, kind="engine"),
         "model": {"parameters": sum(p.numel() for p in model.parameters()), "dtype": str(model.dtype)},
         "copy_bytes_per_s": bandwidth,
         "check": check(model, page=arguments.page, chunk=arguments.chunk),

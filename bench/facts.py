@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
+from kv_canary.commands.evidence import digests
 from kv_canary.reports.versions import installed
 
 
-def facts(device: torch.device | str, *, commit: str | None = None) -> dict[str, Any]:
-    """Return device, versions and commit, JSON-ready.
+def facts(device: torch.device | str, *, kind: str, commit: str | None = None) -> dict[str, Any]:
+    """Return device, versions, commit and digests of the sources, JSON-ready.
 
     Args:
         device: that was measured on.
+        kind: of result, of `kv_canary.commands.evidence.KINDS`.
         commit: what was measured; None: what git says of the checkout, or "unknown" where it is none.
     """
     device = torch.device(device)
@@ -29,6 +31,7 @@ def facts(device: torch.device | str, *, commit: str | None = None) -> dict[str,
             **{package: installed(package) for package in ("torch", "triton", "transformers", "numpy")},
         },
         "commit": commit or commit_of_checkout(),
+        "sources": digests(kind),
     }
 
 

@@ -191,7 +191,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         del batches
     Console().print(_table(rows))
     if arguments.out:
-        result = {**facts(arguments.device, commit=arguments.commit), "rows": [asdict(row) for row in rows]}
+        result = {
+            **facts(arguments.device, commit=arguments.commit, kind="host"),
+            "rows": [asdict(row) for row in rows],
+        }
         arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
 

@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logger.setLevel(logging.CRITICAL)
     try:
         result = {
-            **facts(arguments.device, commit=arguments.commit),
+            **facts(arguments.device, commit=arguments.commit, kind="overlap"),
             **measure(arguments.device, arguments.steps, console),
         }
     finally:

@@ -356,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for result, ok in zip(results, good, strict=True):
         print(f"{'ok   ' if ok else 'WRONG'} {result['run']:45} {describe(result['decode'])}", flush=True)
     said = {
-        **facts(arguments.device, commit=arguments.commit),
+        **facts(arguments.device, commit=arguments.commit, kind="transfer"),
         "healthy_steps": {
             side: sum(r[side]["summary"]["steps"] for run, r in zip(RUNS, results, strict=True) if run.fault is None)
             for side in SIDES

@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = {name: {"right": False, "error": str(error)} for name in SCENARIOS}
     for name, result in said.items():
         print(f"{name:24} {'right' if result['right'] else 'WRONG'}", file=sys.stderr, flush=True)
-    where = facts(arguments.device, commit=arguments.commit)
+    where = facts(arguments.device, commit=arguments.commit, kind="ranks")
     text = json.dumps({**where, "gpus": torch.cuda.device_count(), "backends": {"gloo": said}}, indent=2) + "\n"
     if arguments.json is None:
         print(text, end="")

@@ -265,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result: dict[str, Any] = {}
     if arguments.json is not None and arguments.json.exists():
         result = json.loads(arguments.json.read_text(encoding="utf-8"))
-    result |= facts("cpu")
+    result |= facts("cpu", kind="references")
     if arguments.before is None:
         version = peer_version()
         print(f"the peer: sglang {version}" if version else "sglang is not installed: ours alone")

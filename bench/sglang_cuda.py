@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_line(row), flush=True)
     ok = first["served"] and bool(rows) and all(row["ok"] or row["case"]["extra"] for row in rows)
     result = {
-        **facts(torch.device(arguments.device), commit=arguments.commit),
+        **facts(torch.device(arguments.device), commit=arguments.commit, kind="sglang"),
         "sglang": installed("sglang"),
         "kernels": "SGLang's Triton kernels for attention; PyTorch in place of its compiled ones",
         "seconds": round(time.perf_counter() - begin, 1),

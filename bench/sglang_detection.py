@@ -22,6 +22,7 @@ from kv_canary.bench.sglang_engine import BYTES_PER_TOKEN, LAYERS, write_tiny_mo
 from kv_canary.bench.sglang_faults import FAULTS, HEALTHY, Fault
 from kv_canary.bench.sglang_lives import COLUMNS, NONE, Column, Seen, Task, run
 from kv_canary.bench.sglang_page import cells, page
+from kv_canary.commands.evidence_pages import fill
 from kv_canary.reports.versions import installed
 from kv_canary.specs.structures import KvSource
 
@@ -188,13 +189,13 @@ def main(seeds: int, names: tuple[str, ...], path: Path | None, written: Path | 
         except RuntimeError as error:
             raise click.ClickException(str(error)) from error
     show(rows, console, seconds=time.monotonic() - begin)
-    shared = facts("cpu", commit=commit)
+    shared = facts("cpu", commit=commit, kind="sglang_detection")
     shared["versions"]["sglang"] = installed("sglang")
     rows = [{**row, **shared} for row in rows]
     if path is not None:
         path.write_text(json.dumps(rows, indent=1) + "\n")
     if written is not None:
-        written.write_text(page(rows), encoding="utf-8")
+        written.write_text(fill(page(rows)), encoding="utf-8")
     raise SystemExit(1 if any(True for row in rows for _ in objections(row)) else 0)
 
 

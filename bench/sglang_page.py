@@ -10,6 +10,9 @@ from kv_canary.bench.sglang_lives import COLUMNS, SWEEP_EVERY
 
 _HEAD = """# In SGLang, beside SGLang's own canary
 
+<!-- kv-canary evidence status sglang_detection: begin -->
+<!-- kv-canary evidence: end -->
+
 The same faults in the same engine: a real scheduler of SGLang {sglang} on the CPU, stepped in one process, with a tiny
 model ({layers} layers, {bytes} bytes of K and as many of V a token and layer). Requests, tokens and the fault follow
 from a seed; each life runs as it is, with the fault, and with the fault before each canary. This page is written by

@@ -362,7 +362,9 @@ def main(
     show(result, console)
     if path is not None:
         given = {"backend": backend, "seed": number, "jobs": jobs}
-        path.write_text(json.dumps({**facts(device, commit=commit), **given, **result.as_dict()}, indent=2) + "\n")
+        path.write_text(
+            json.dumps({**facts(device, commit=commit, kind="soak"), **given, **result.as_dict()}, indent=2) + "\n"
+        )
     raise SystemExit(0 if result.passed else 1)
 
 

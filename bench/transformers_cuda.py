@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     print(_line(flips[-1]), flush=True)
     ok = all(row["ok"] for row in [*rows, *flips])
     result = {
-        **facts(device, commit=arguments.commit),
+        **facts(device, commit=arguments.commit, kind="transformers"),
         "seconds": round(time.perf_counter() - begin, 1),
         "ok": ok,
         "clean": rows,

@@ -360,6 +360,7 @@ def planted_bugs(names: tuple[str, ...], only_list: bool, json_path: Path | None
     }
     present.show_scores(console, scores, lines, limit_s=limit_s)
     if json_path is not None:
+        from kv_canary.commands.evidence import digests
         from kv_canary.difftest.campaign import device_name
         from kv_canary.difftest.casefile import versions
 
@@ -367,6 +368,7 @@ def planted_bugs(names: tuple[str, ...], only_list: bool, json_path: Path | None
             "device": device_name(options["device"]),
             "versions": versions(),
             "commit": commit,
+            "sources": digests("planted"),
             "jobs": options["jobs"],
             "limit_s": limit_s,
             "planted": [s.as_dict() for s in scores],
@@ -431,6 +433,9 @@ def sanitize_launches(
     console.print(table)
     if json_path is not None:
         facts = {"device": device_name("cuda"), "versions": versions(), "commit": commit, "seed": seed, "plant": plant}
+        from kv_canary.commands.evidence import digests
+
+        facts["sources"] = digests("sanitize")
         facts["tools"] = [result.as_dict() for result in results]
         json_path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     raise SystemExit(1 if any(result.errors for result in results) else 0)
@@ -474,6 +479,7 @@ def _campaign(
 
 
 def _facts(campaign: Campaign, result: CampaignResult, lines: Mapping[str, str], commit: str) -> dict[str, Any]:
+    from kv_canary.commands.evidence import digests
     from kv_canary.difftest.campaign import device_name
     from kv_canary.difftest.casefile import versions
     from kv_canary.difftest.coverage import feasible_pairs
@@ -483,6 +489,7 @@ def _facts(campaign: Campaign, result: CampaignResult, lines: Mapping[str, str],
         "device": device_name(campaign.device),
         "versions": versions(),
         "commit": commit,
+        "sources": digests("fuzz"),
         "seed": campaign.seed,
         "jobs": campaign.jobs,
         "seconds": round(result.seconds, 1),

@@ -18,6 +18,7 @@ _ELSEWHERE = {
     "bench": "kv_canary.bench.cli",
     "difftest": "kv_canary.difftest.cli",
     "doctor": "kv_canary.commands.doctor",
+    "evidence": "kv_canary.commands.evidence_pages",
     "report": "kv_canary.commands.report",
 }
 

@@ -1,4 +1,4 @@
-"""What the README shows works as it stands there."""
+"""What the README and the page for engines of one's own show works as it stands there."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 
 import kv_canary as kc
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README, OWN_ENGINE = ROOT / "README.md", ROOT / "docs/own-engine.md"
 
 
 def run_own_pool() -> dict[str, Any]:
-    block = next(b for b in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "KvPool" in b)
+    block = next(b for b in re.findall(r"```python\n(.*?)```", OWN_ENGINE.read_text(), re.S) if "KvPool" in b)
     names: dict[str, Any] = {}
     exec(block, names)
     return names
@@ -56,3 +57,21 @@ def test_the_commands_that_the_readme_names_exist() -> None:
     makefile = (README.parent / "Makefile").read_text()
     for target in re.findall(r"^    make (\w+)", README.read_text(), re.M):
         assert f"\n{target}:" in makefile
+
+
+def test_the_readme_is_short_and_shows_code_early() -> None:
+    text = README.read_text()
+    assert len(text.split()) < 1000
+    first = next(n for n, line in enumerate(text.splitlines(), 1) if line.startswith(("    ", "```")))
+    assert first <= 20
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    for page in [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]:
+        for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+            assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_index_names_every_page() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    assert [p.name for p in sorted((ROOT / "docs").glob("*.md")) if f"({p.name})" not in index] == ["README.md"]

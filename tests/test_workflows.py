@@ -20,7 +20,13 @@ from kv_canary.difftest.databases import open_database
 
 WORKFLOWS = sorted((Path(__file__).parents[1] / ".github/workflows").glob("*.yml"))
 # What GitHub puts in the place of the expressions that commands hold.
-EXPRESSIONS = {"github.run_number": "12", "github.repository": "owner/repository", "matrix.shard": "3"}
+EXPRESSIONS = {
+    "github.run_number": "12",
+    "github.repository": "owner/repository",
+    "matrix.shard": "3",
+    "matrix.python": "3.12",
+    "matrix.target": "test-sglang",
+}
 
 Job = dict[str, Any]
 
@@ -74,9 +80,27 @@ def uploaded(job: Job) -> list[str]:
     return [step["with"]["path"] for step in steps]
 
 
-def test_every_workflow_fuzzes() -> None:
-    assert {param.id.rsplit("-", 1)[0] for param in FUZZING} == {path.stem for path in WORKFLOWS}
-    assert len(WORKFLOWS) == 2
+def test_every_workflow_fuzzes_or_runs_targets_of_the_makefile() -> None:
+    assert {param.id.rsplit("-", 1)[0] for param in FUZZING} == {"fuzz-nightly", "fuzz-pull-request"}
+    assert {path.stem for path in WORKFLOWS} == {"fuzz-nightly", "fuzz-pull-request", "tests"}
+    assert {"test", "test-long", "test-tf517", "test-sglang"} <= {target for _, target in targets()}
+
+
+def targets() -> list[tuple[str, str]]:
+    """What jobs make, by workflow; a matrix gives its values."""
+    found = []
+    for path in WORKFLOWS:
+        for job in jobs(path).values():
+            values = job.get("strategy", {}).get("matrix", {}).get("target", [])
+            for step in job["steps"]:
+                found += [(path.stem, word) for word in re.findall(r"\bmake ([a-z0-9-]+)", step.get("run", ""))]
+                found += [(path.stem, v) for v in values if "make ${{ matrix.target }}" in step.get("run", "")]
+    return found
+
+
+@pytest.mark.parametrize("target", sorted({target for _, target in targets()}))
+def test_the_makefile_has_what_workflows_make(target: str) -> None:
+    assert f"\n{target}:" in (WORKFLOWS[0].parents[2] / "Makefile").read_text()
 
 
 @pytest.mark.parametrize(("job", "step", "words"), FUZZING)
@@ -158,7 +182,9 @@ def test_the_nightly_database_has_the_name_that_is_looked_for_and_no_other_run_u
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_workflows_may_do_little_and_run_one_at_a_time(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text())
-    assert workflow["permissions"] == {"contents": "read", "actions": "read"}
+    fuzzes = path.stem.startswith("fuzz")
+    # To download what an earlier run has found.
+    assert workflow["permissions"] == {"contents": "read", **({"actions": "read"} if fuzzes else {})}
     assert workflow["concurrency"]["group"]
     for job in workflow["jobs"].values():
         assert "permissions" not in job

@@ -111,7 +111,7 @@ def run(
         clock.warm_up(WARM_UP_S)
         limits = ceilings.measure(clock, with_kernels=bench.backend == "triton")
         result: dict[str, Any] = {
-            **facts(device, commit=settings.commit),
+            **facts(device, commit=settings.commit, kind="peer"),
             "backend": bench.backend,
             "mode": "CUDA graph" if settings.graph else "eager",
             "shapes": "cut down" if settings.shrink else "whole",

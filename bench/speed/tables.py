@@ -1,4 +1,4 @@
-"""What a result says, as tables: for a terminal, and in Markdown for the README."""
+"""What a result says, as tables: for a terminal, and in Markdown for a page."""
 
 from __future__ import annotations
 

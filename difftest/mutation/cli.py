@@ -103,7 +103,10 @@ def mutants(
         raise click.ClickException(str(error)) from error
     show_report(console, report)
     if json_path is not None:
-        json_path.write_text(json.dumps(report.as_dict(commit=commit), indent=1) + "\n", encoding="utf-8")
+        from kv_canary.commands.evidence import digests
+
+        facts = {**report.as_dict(commit=commit), "sources": digests("mutants")}
+        json_path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     raise SystemExit(0 if report.passed else 1)
 
 

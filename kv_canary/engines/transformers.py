@@ -23,8 +23,10 @@ from kv_canary.engines.patches import Patches
 from kv_canary.engines.transformers_layouts import Layout, layout_class
 from kv_canary.engines.transformers_session import Session
 from kv_canary.errors import must_be
+from kv_canary.guard import Guard
 from kv_canary.identity import Identity
 from kv_canary.manager import CanaryManager
+from kv_canary.output import logger
 from kv_canary.reports import CanaryViolationError, ViolationReport
 
 OnReport = Callable[[ViolationReport], None]
@@ -68,6 +70,8 @@ class TransformersCanary:
         identity: Callable[[Any], Identity] | None,
     ) -> None:
         self._config, self._on_report, self._identity = config, on_report, identity
+        # Of what happens outside of a session's forwards, in calls of the engine's; see also Session.
+        self.guard = Guard(contains=config.mode == "log", redacts=config.redact)
         self._patches = Patches()
         self._sessions: list[Session] = []
         # Weak, so that a manager and its memory go when the caller lets go of it.
@@ -107,6 +111,8 @@ class TransformersCanary:
         total = self._past
         for session in self._sessions:
             total = total + session.manager.summary()
+        if self.guard.failures:
+            total = total + CanarySummary(status="degraded", failures=dict(self.guard.failures))
         return total
 
     def flush(self) -> None:
@@ -134,7 +140,7 @@ class TransformersCanary:
             self.close(session)
 
     def attach(self, processor: Any) -> Session:
-        """Watch a batch processor whose cache is empty."""
+        """Watch a batch processor whose cache is empty; what fails leaves nothing behind."""
         session = Session(
             processor,
             layout=layout_class(transformers.__version__),
@@ -164,7 +170,8 @@ class TransformersCanary:
     def _watch_model(self, model: Any) -> None:
         def make(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             manager = original(*args, **kwargs)
-            self._watch(manager)
+            with self.guard.contain("transformers adapter: watching a new manager"):
+                self._watch(manager)
             return manager
 
         def generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +212,10 @@ class _Watch:
         self._close_if_gone()
         processor = original(*args, **kwargs)
         if self._session is None:
-            self._session = self._canary.attach(processor)
+            with self._canary.guard.contain("transformers adapter: watching a new cache") as part:
+                self._session = self._canary.attach(processor)
+            if part.failed:
+                logger.error("kv-canary: transformers adapter: the requests of this cache go by unwatched")
         return processor
 
     def _stop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -219,4 +229,5 @@ class _Watch:
         session = self._session
         if session is not None and self.manager.batch_processor is not session.processor:
             self._session = None
-            self._canary.close(session)
+            with self._canary.guard.contain("transformers adapter: letting go of a cache"):
+                self._canary.close(session)

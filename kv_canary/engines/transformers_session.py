@@ -104,12 +104,6 @@ class Session:
                 on_report=on_report,
                 cached=self._cached,
             )
-            # What it allocates is had now or never.
-            self.manager.forward()
-            self._tables = [
-                torch.zeros(limits.max_rows, 256, dtype=torch.int32, device=self.manager.device)
-                for _ in self.layout.groups
-            ]
         events = Events(
             freed=self._note_freed,
             copied=self._copied,
@@ -121,6 +115,13 @@ class Session:
             written=lambda request_id: self._written.get(request_id, 0),
         )
         try:
+            with self._on_stream():
+                # What it allocates is had now or never.
+                self.manager.forward()
+                self._tables = [
+                    torch.zeros(limits.max_rows, 256, dtype=torch.int32, device=self.manager.device)
+                    for _ in self.layout.groups
+                ]
             self._patches.wrap(processor.model_runner, "compute_batch", self._compute_batch)
             self.layout.watch(self._patches, events)
         except BaseException:

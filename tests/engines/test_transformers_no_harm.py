@@ -18,6 +18,7 @@ import kv_canary
 from kv_canary import ops
 from kv_canary.engines import transformers_session
 from kv_canary.engines.patches import Patches
+from kv_canary.manager import CanaryManager
 
 from .scenarios import PAGE, Prompts, batching_config, generation_config, make_model
 
@@ -183,6 +184,27 @@ def test_a_free_that_was_not_followed_in_time_is_not_followed_later(
         canary.uninstall()
     assert (canary.summary().violations, sum(canary.summary().failures.values())) == (0, sum(late))
     assert sum(late) > 2
+
+
+@pytest.mark.parametrize("name", ["__init__", "forward"])
+def test_a_canary_that_cannot_be_had_for_a_new_cache_costs_no_request(
+    model: Any, wanted: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: Any, name: str
+) -> None:
+    """The engine makes its cache when it is asked to generate: whatever fails there is no affair of the requests."""
+    true = getattr(CanaryManager, name)
+    monkeypatch.setattr(CanaryManager, name, raising_once(true, at=1, behind=name == "forward"))
+    canary = installed(model)
+    try:
+        assert list(answers(model).values()) == wanted
+        assert "the requests of this cache go by unwatched" in caplog.text
+        summary = canary.summary()
+        assert (summary.status, summary.violations) == ("degraded", 0)
+        assert summary.failures == {"transformers adapter: watching a new cache: OutOfMemoryError": 1}
+        # The next cache is watched.
+        assert list(answers(model).values()) == wanted
+        assert canary.summary().positions_verified > summary.positions_verified
+    finally:
+        canary.uninstall()
 
 
 def test_in_raise_mode_the_canarys_own_failure_is_raised_and_the_engine_is_usable(

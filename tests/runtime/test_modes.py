@@ -57,9 +57,23 @@ def live(engine: Engine, *modes: Mode) -> None:
             engine.run(batch)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("flushed", [INSIDE, OUTSIDE], ids=["flushed inside", "flushed outside"])
-@pytest.mark.parametrize("made", [INSIDE, OUTSIDE], ids=["made inside", "made outside"])
+@pytest.mark.parametrize(
+    ("made", "flushed", "backend"),
+    [
+        pytest.param(
+            made,
+            flushed,
+            backend,
+            id=f"made {'inside' if made is INSIDE else 'outside'}-flushed "
+            f"{'inside' if flushed is INSIDE else 'outside'}-{backend}",
+            # The interpreter takes its time; the two that differ most are enough for every day.
+            marks=[pytest.mark.long] if backend == "triton" and made is flushed else [],
+        )
+        for made in (INSIDE, OUTSIDE)
+        for flushed in (INSIDE, OUTSIDE)
+        for backend in BACKENDS
+    ],
+)
 def test_inference_mode_may_come_and_go(backend: str, made: Mode, flushed: Mode) -> None:
     engine = engine_of(backend, made)
     live(engine, OUTSIDE, INSIDE, OUTSIDE, INSIDE)

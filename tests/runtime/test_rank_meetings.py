@@ -15,6 +15,9 @@ import pytest
 
 from .rank_processes import LIVES, TIMEOUT, WORLDS, size
 
+# Real processes, with real pauses. The same rules, in one process: test_rank_agreement.py, test_rank_watch.py.
+pytestmark = pytest.mark.long
+
 PROGRAM = Path(__file__).with_name("rank_processes.py")
 # Seconds after which processes count as hung; and within which one that has nothing left to do ends.
 LIMIT, END = 540.0, 30.0

@@ -20,6 +20,7 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-minutes", default="0.3", help="how long the canary is made to fail in SGLang's engine")
+    parser.addoption("--chaos-result", help="file to write what came of it to")
     parser.addoption("--chaos-seed", default="1", help="the first life's seed; others count on")
 
 

@@ -6,6 +6,7 @@ A process may build one scheduler after another (half a second each, once SGLang
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from collections import Counter
@@ -31,6 +32,8 @@ ARGS: dict[str, Any] = {
 }
 
 _rids = itertools.count(1)
+# The scheduler that was built last.
+_built: list[Any] = []
 
 
 def tiny_model(folder: Path | str, kind: str = "llama", **overrides: Any) -> str:
@@ -116,21 +119,38 @@ def build_scheduler(model: str, **args: Any) -> Any:
     scheduler before this one asked for.
     """
     import sglang_on_cpu
-    from sglang.srt.distributed.parallel_state import cleanup_dist_env_and_memory
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.runtime_context import reset_context
 
     mode = os.environ.get("KV_CANARY_MODE", "off")
     # Plugins are loaded once in a process. The canary hooks itself in then or never, so it always does.
     with overriding(KV_CANARY_MODE="raise" if mode == "off" else mode):
         load_plugins()
     sglang_on_cpu.plugin()
-    cleanup_dist_env_and_memory()
-    reset_context()
+    _tear_down()
     scheduler = sglang_engine.start_scheduler(model, **{**ARGS, "nccl_port": ports.claim(), **args})
+    _built.append(scheduler)
     # Nobody sends anything to this process: requests come from `submit`.
     scheduler.ingest_requests = lambda *args, **kwargs: []
     return scheduler
+
+
+def _tear_down() -> None:
+    """End the scheduler that was built last, with its sockets, groups and threads.
+
+    They would live, and wake up now and then, for as long as the process: after a hundred schedulers they take more of
+    a core than the tests do.
+    """
+    from sglang.srt.distributed.parallel_state import cleanup_dist_env_and_memory
+    from sglang.srt.runtime_context import reset_context
+    from sglang.srt.utils.watchdog import WatchdogRaw
+
+    # Its thread never ends, and holds the scheduler.
+    WatchdogRaw._watchdog_thread = lambda self: None
+    if _built:
+        _built.pop().ipc_channels.recv_from_rpc.context.destroy(linger=0)
+    cleanup_dist_env_and_memory()
+    reset_context()
+    gc.collect()
 
 
 def submit(scheduler: Any, prompt: Sequence[int], new_tokens: int, *, rid: str | None = None, **sampling: Any) -> Any:

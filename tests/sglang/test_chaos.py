@@ -18,6 +18,7 @@ import logging
 import numpy as np
 
 from kv_canary.bench.canary_faults import Faults, SourHandler, SourObserver
+from kv_canary.bench.facts import facts
 from kv_canary.engines.sglang import session
 
 from .test_contained import build, check_greedy, fail_at_random, plant, serve, state
@@ -89,4 +90,14 @@ def test_an_engine_whose_canary_fails_at_random_serves_as_if_there_were_none(lla
         number += 1
         took = f"{(time.monotonic() - began) / 60:.1f} minutes"
         print(json.dumps({"up to seed": number - 1, "after": took, **happened}), flush=True)
+    if path := request.config.getoption("--chaos-result"):
+        what = "faults injected into the canary itself in SGLang's own engine, in log mode"
+        measured = {
+            **facts("cpu", kind="sglang_chaos"),
+            "what": what,
+            "up to seed": number - 1,
+            "after": took,
+            **happened,
+        }
+        Path(path).write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     assert happened["violations"] == 0

@@ -174,9 +174,9 @@ def test_the_canary_changes_no_output(model, variant, monkeypatch):
     ("kind", "seed", "variant", "steps"),
     [
         ("llama", 1, "plain", 400),
-        ("llama", 2, "overlap, mixed", 400),
-        ("llama", 3, "overlap, page 16", 400),
-        ("mellum", 4, "page 16", 300),
+        pytest.param("llama", 2, "overlap, mixed", 400, marks=pytest.mark.long),
+        pytest.param("llama", 3, "overlap, page 16", 400, marks=pytest.mark.long),
+        pytest.param("mellum", 4, "page 16", 300, marks=pytest.mark.long),
         ("mellum", 5, "overlap", 300),
     ],
 )
@@ -226,7 +226,11 @@ ROUNDS = (
 @pytest.mark.parametrize(
     "args",
     [
-        pytest.param({"page_size": 16, "max_total_tokens": 512, "enable_mixed_chunk": True}, id="tight, mixed"),
+        pytest.param(
+            {"page_size": 16, "max_total_tokens": 512, "enable_mixed_chunk": True},
+            id="tight, mixed",
+            marks=pytest.mark.long,
+        ),
         pytest.param({"tp_size": 2}, id="two ranks"),
     ],
 )

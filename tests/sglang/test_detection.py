@@ -13,6 +13,7 @@ from kv_canary.bench.sglang_detection import KNOWN, campaign, objections
 from kv_canary.bench.sglang_faults import FAULTS
 from kv_canary.bench.sglang_lives import COLUMNS
 from kv_canary.bench.sglang_page import page
+from kv_canary.commands.evidence_pages import fill
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMN = {c.name: c for c in COLUMNS}
@@ -32,7 +33,7 @@ def lived() -> list[dict[str, Any]]:
 
 
 def test_the_page_says_what_the_rows_say(kept):
-    assert (ROOT / "docs/sglang-detection.md").read_text(encoding="utf-8") == page(kept)
+    assert (ROOT / "docs/sglang-detection.md").read_text(encoding="utf-8") == fill(page(kept))
 
 
 def test_the_rows_hold_every_fault_and_nothing_against_the_canary(kept):
@@ -40,11 +41,13 @@ def test_the_rows_hold_every_fault_and_nothing_against_the_canary(kept):
     assert [text for row in kept for text in objections(row)] == []
 
 
+@pytest.mark.long
 def test_every_fault_is_found_and_nothing_is_reported_without_one(lived):
     assert {r["fault"] for r in lived} == {f.name for f in KNOWN}
     assert [f"{row['fault']}: {text}" for row in lived for text in objections(row)] == []
 
 
+@pytest.mark.long
 def test_the_rows_are_those_of_this_canary(kept, lived):
     """What was kept is what is found today; texts may differ in a token where another CPU rounds otherwise."""
     same = ("fault", "where", "ours", "ours_covered", "ours_steps_late", "ours_reasons")
@@ -52,11 +55,13 @@ def test_the_rows_are_those_of_this_canary(kept, lived):
     assert today == [tuple(r[name] for name in same) for r in kept if r["seed"] == 0]
 
 
+@pytest.mark.long
 def test_faults_that_change_a_stretch_make_the_text_wrong(lived):
     harmless = [r["fault"] for r in lived if r["fault"].startswith(("stretch", "page")) and not r["output_wrong"]]
     assert harmless == []
 
 
+@pytest.mark.long
 def test_a_canary_without_lifetimes_sees_a_freed_slot_later():
     """The judge sees the difference: the same life before a canary that is blind to frees."""
     blind = dataclasses.replace(
@@ -68,6 +73,7 @@ def test_a_canary_without_lifetimes_sees_a_freed_slot_later():
     assert row["ours_steps_late"] > 3
 
 
+@pytest.mark.long
 def test_the_builtin_canary_reads_the_first_layer_only():
     """As SGLang's operators turn it on, beside the same lives: what the page compares with really runs."""
     wanted = [f"stretch, K of the {layer} layer, in use" for layer in ("first", "last")]

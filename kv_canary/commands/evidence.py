@@ -1,0 +1,231 @@
+"""What each result in bench/results rests on, whether that has changed since, and the pages that quote results.
+
+A result carries a digest of each part of the code that it rests on, as it was when the result was measured. Comments,
+docstrings and blank lines do not count: they change no measurement.
+
+`evidence_pages` has the pages that quote them.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import io
+import json
+import tokenize
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench/results"
+# The folders that install inside of kv_canary.
+_INSIDE = ("bench", "difftest", "kernels", "reference")
+# What of kv_canary/ no engine runs.
+_TOOLS = ("commands", "demo", "cli.py", "__main__.py")
+
+RUNTIME = ("kv_canary", "kernels", "reference")
+OPS = ("kernels", "reference", "kv_canary/specs", "kv_canary/ops.py", "kv_canary/backends.py")
+GENERATED = (*OPS, "difftest/strategies")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """A kind of result.
+
+    Args:
+        files: in bench/results.
+        sources: files and folders that a result rests on, from the project's folder.
+        command: makes it anew.
+    """
+
+    files: tuple[str, ...]
+    sources: tuple[str, ...]
+    command: str
+
+
+KINDS = {
+    "soak": Evidence(files=("soak.json",), sources=RUNTIME, command="make soak"),
+    "detection": Evidence(
+        files=("detection.json", "h200_detection.json"),
+        sources=RUNTIME,
+        command="make soak; on a GPU: python -P -m kv_canary.bench.detection --device cuda --json FILE",
+    ),
+    "chaos": Evidence(files=("chaos.json",), sources=RUNTIME, command="make chaos MINUTES=60"),
+    "sglang_chaos": Evidence(
+        files=("sglang_chaos.json",),
+        sources=RUNTIME,
+        command=".venv-sglang/bin/pytest -s tests/sglang/test_chaos.py --chaos-minutes 60 --chaos-result FILE",
+    ),
+    "fuzz": Evidence(
+        files=("cpu_fuzz.json", "h200_fuzz.json"),
+        sources=GENERATED,
+        command="kv-canary difftest fuzz --minutes 30 --json FILE",
+    ),
+    "planted": Evidence(
+        files=("planted.json",),
+        sources=GENERATED,
+        command="kv-canary difftest planted --json bench/results/planted.json",
+    ),
+    "mutants": Evidence(
+        files=("mutants.json",),
+        sources=(*GENERATED, "difftest/corpus", "difftest/mutation"),
+        command="kv-canary difftest mutants --json bench/results/mutants.json",
+    ),
+    "difftest": Evidence(
+        files=("h200_difftest.json",), sources=GENERATED, command="pytest tests/difftest --device cuda --evidence FILE"
+    ),
+    "sanitize": Evidence(
+        files=("h200_sanitize.json",),
+        sources=("kernels", "kv_canary/specs"),
+        command="kv-canary difftest sanitize --json FILE",
+    ),
+    "demo": Evidence(files=("h200_demo.json",), sources=RUNTIME, command="kv-canary demo --device cuda --json FILE"),
+    "peer": Evidence(
+        files=("h200_peer.json",),
+        sources=("kernels", "kv_canary/specs", "kv_canary/launches.py"),
+        command="kv-canary bench --peer sglang --json FILE",
+    ),
+    "variants": Evidence(
+        files=("h200_variants.json",), sources=("kernels",), command="(kernels that are not in the tree)"
+    ),
+    "layout": Evidence(
+        files=("h200_layout.json",), sources=("kernels",), command="python -P -m kv_canary.bench.layout"
+    ),
+    "references": Evidence(
+        files=("cpu_references.json",), sources=("reference",), command="python -P -m kv_canary.bench.references"
+    ),
+    "engine": Evidence(
+        files=("h200_engine.json",), sources=RUNTIME, command="python -P -m kv_canary.bench.engine_overhead --json FILE"
+    ),
+    "sglang_throughput": Evidence(
+        files=("h200_sglang_throughput.json",), sources=RUNTIME, command="(measured by others; see the file)"
+    ),
+    "host": Evidence(
+        files=("h200_host.json",), sources=RUNTIME, command="python -P -m kv_canary.bench.host --out FILE"
+    ),
+    "overlap": Evidence(
+        files=("h200_overlap.json",),
+        sources=RUNTIME,
+        command="python -P -m kv_canary.bench.overlap --device cuda --json FILE",
+    ),
+    "transfer": Evidence(
+        files=("h200_pd.json",), sources=RUNTIME, command="python -P -m kv_canary.bench.pd --device cuda --json FILE"
+    ),
+    "ranks": Evidence(
+        files=("h200_ranks.json",),
+        sources=RUNTIME,
+        command="python -P -m kv_canary.bench.ranks --device cuda --json FILE",
+    ),
+    "transformers": Evidence(
+        files=("h200_transformers.json",),
+        sources=RUNTIME,
+        command="python -P -m kv_canary.bench.transformers_cuda --json FILE",
+    ),
+    "sglang": Evidence(
+        files=("h200_sglang.json",), sources=RUNTIME, command="python -P -m kv_canary.bench.sglang_cuda --json FILE"
+    ),
+    "sglang_detection": Evidence(
+        files=("sglang_detection.json",),
+        sources=RUNTIME,
+        command="python -P -m kv_canary.bench.sglang_detection --json FILE",
+    ),
+}
+
+
+def digests(kind: str) -> dict[str, str]:
+    """Return the digest of each source that a kind of result rests on, of the code that is here."""
+    return {source: digest(read(source)) for source in KINDS[kind].sources}
+
+
+def read(source: str) -> dict[str, bytes]:
+    """Return the files of a source by path, as they are installed or in the checkout."""
+    first, _, rest = source.partition("/")
+    package = importlib.import_module(f"kv_canary.{first}" if first in _INSIDE else first)
+    folder = Path(str(package.__file__)).resolve().parent
+    top = folder / rest if rest else folder
+    if top.is_file():
+        return {source: top.read_bytes()}
+    found = {}
+    for path in top.rglob("*"):
+        name = path.relative_to(top)
+        apart = source == "kv_canary" and name.parts[0] in (*_INSIDE, *_TOOLS)
+        if path.is_file() and "__pycache__" not in name.parts and not apart:
+            found[f"{source}/{name.as_posix()}"] = path.read_bytes()
+    return found
+
+
+def digest(files: Mapping[str, bytes]) -> str:
+    """Return 16 hexadecimal digits for the code in `files`, by path."""
+    summed = hashlib.sha256()
+    for name in sorted(files):
+        content = code_of(files[name]) if name.endswith(".py") else files[name]
+        summed.update(f"{name}\n{len(content)}\n".encode())
+        summed.update(content)
+    return summed.hexdigest()[:16]
+
+
+def code_of(source: bytes) -> bytes:
+    """Return a Python source without comments, docstrings and blank lines; the same in every version of Python."""
+    text = source.decode("utf-8")
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            number, column = token.start
+            lines[number - 1] = lines[number - 1][:column]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+            first = node.body[0]
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                lines[first.lineno - 1 : first.end_lineno] = [""] * (first.end_lineno - first.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip()).encode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A file of bench/results, and whether it is of this code.
+
+    Args:
+        kind: of KINDS.
+        name: of the file.
+        commit: that it was measured at, as it says; "" where it does not.
+        changed: the sources that have changed since; all of them where it has no digests.
+    """
+
+    kind: str
+    name: str
+    commit: str
+    changed: tuple[str, ...]
+
+    @property
+    def note(self) -> str:
+        """What a page says of figures from it; "" where they are of this code."""
+        return f"measured on an older version ({self.commit or 'unknown commit'})" if self.changed else ""
+
+
+def load(name: str) -> Any:
+    """Return the content of a result."""
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def results() -> Iterator[Result]:
+    """Return every result that is there."""
+    now: dict[str, str] = {}
+    for kind, evidence in KINDS.items():
+        for name in evidence.files:
+            if not (RESULTS / name).exists():
+                continue
+            content = load(name)
+            facts = content[0] if isinstance(content, list) else content
+            measured = facts.get("sources") or {}
+            for source in evidence.sources:
+                if source not in now:
+                    now[source] = digest(read(source))
+            changed = tuple(source for source in evidence.sources if measured.get(source) != now[source])
+            yield Result(kind=kind, name=name, commit=str(facts.get("commit") or ""), changed=changed)

@@ -1,0 +1,389 @@
+"""Pages that quote results: blocks between markers, made from bench/results, that say whether they are of this code.
+
+    <!-- kv-canary evidence BLOCK [KIND ...]: begin -->
+    ... what stands here is made anew ...
+    <!-- kv-canary evidence: end -->
+
+`kv-canary evidence` lists the results, fresh or stale, and checks the pages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kv_canary.commands.evidence import KINDS, RESULTS, ROOT, Result, load, results
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_BLOCK = re.compile(
+    r"(<!-- kv-canary evidence (?P<block>[a-z-]+)(?P<kinds>(?: [a-z_0-9]+)*): begin -->\n)"
+    r".*?"
+    r"(<!-- kv-canary evidence: end -->)",
+    re.DOTALL,
+)
+Results = dict[str, Result]
+# How bench/results/h200_sglang_throughput.json calls what was turned on.
+_MODES = {
+    "ours": "kv-canary",
+    "ours_full": "everything, every step",
+    "sglang": "SGLang's own",
+    "sglang_partial": "SGLang's own, partial",
+    "sglang_all": "SGLang's own, all",
+}
+
+
+def pages() -> list[Path]:
+    """Return the pages that may quote results."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def filled_in(text: str, found: Results) -> str:
+    """Return a page with its blocks as they should be.
+
+    Raises:
+        KeyError: a block, or a kind of result, is not known.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        kinds = match["kinds"].split()
+        content = BLOCKS[match["block"]](found, kinds)
+        return f"{match[1]}\n{content}\n\n{match[4]}"
+
+    return _BLOCK.sub(fill, text)
+
+
+def fill(text: str) -> str:
+    """Return a page with its blocks made from the results that are there."""
+    return filled_in(text, {result.name: result for result in results()})
+
+
+def told(text: str) -> set[str]:
+    """Return the kinds of result that some block of a page tells of."""
+    return {kind for match in _BLOCK.finditer(text) for kind in _kinds(match["block"], match["kinds"].split())}
+
+
+def untold(text: str) -> set[str]:
+    """Return the results that a page names outside of its blocks and has no block of."""
+    outside, known = _BLOCK.sub("", text), told(text)
+    return {
+        name
+        for kind, kind_of in KINDS.items()
+        for name in kind_of.files
+        if kind not in known and re.search(rf"(?<![\w-]){re.escape(name)}", outside)
+    }
+
+
+def _kinds(block: str, kinds: Sequence[str]) -> Sequence[str]:
+    return {"cost": ["sglang_throughput", "engine", "peer"], "all": list(KINDS)}.get(block, kinds)
+
+
+def _source(found: Results, *names: str) -> str:
+    """Return one line: from which files, of which device and commit, and whether that is older than the code."""
+    parts = []
+    for name in names:
+        result, content = found[name], load(name)
+        facts = content[0] if isinstance(content, list) else content
+        of = result.note or f"of this code ({result.commit})"
+        parts.append(f"`{name}`, {facts.get('device', 'unknown device')}, {of}")
+    return f"<sub>{'; '.join(parts)}.</sub>"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def _status(found: Results, kinds: Sequence[str]) -> str:
+    names = [name for kind in kinds for name in KINDS[kind].files if name in found]
+    if any(found[name].changed for name in names):
+        said = "Figures on this page that come from these files are of an older version where that is said: "
+    else:
+        said = "Figures on this page come from these files: "
+    return said + _source(found, *names)
+
+
+def _ratio(cell: dict[str, float]) -> str:
+    return f"{cell['median']:.3g} [{cell['min']:.3g}, {cell['max']:.3g}]"
+
+
+def _cost(found: Results, _: Sequence[str]) -> str:
+    throughput = load("h200_sglang_throughput.json")["rows"]
+    ranked = sorted(throughput, key=lambda row: row["throughput"]["ours"]["median"])
+    rows = []
+    for what, row in (("best", ranked[-1]), ("worst", ranked[0])):
+        cells = row["throughput"]
+        rows.append(
+            [
+                f"SGLang, {row['model']}, {row['shape']}: throughput with / without ({what} row)",
+                _ratio(cells["ours"]),
+                _ratio(cells["sglang"]),
+            ]
+        )
+    steps = [c for c in load("h200_peer.json")["cases"] if c["group"] == "cases" and c["does"] == "step" and c["ratio"]]
+    for what, case in (("best", max(steps, key=_speed)), ("worst", min(steps, key=_speed))):
+        rows.append(
+            [f"kernels of a step, {case['case']}: ms ({what} row)", f"{case['ours_ms']:.3g}", f"{case['peer_ms']:.3g}"]
+        )
+    return "\n\n".join(
+        [
+            _table(["on an H200", "kv-canary", "SGLang's own canary"], rows),
+            _source(found, "h200_sglang_throughput.json", "h200_peer.json"),
+        ]
+    )
+
+
+def _speed(case: dict[str, Any]) -> float:
+    return float(case["ratio"])
+
+
+def _throughput(found: Results, _: Sequence[str]) -> str:
+    given = load("h200_sglang_throughput.json")
+    modes = list(_MODES)
+    rows = [
+        [row["run"], row["model"], row["shape"], row["repetitions"]]
+        + [_ratio(row["throughput"][mode]) if mode in row["throughput"] else "-" for mode in modes]
+        for row in given["rows"]
+    ]
+    what = given["what"][0].upper() + given["what"][1:] + "."
+    table = _table(["run", "model", "shape", "n", *(_MODES[mode] for mode in modes)], rows)
+    engine = load("h200_engine.json")["rows"]
+    own = [
+        [row["shape"], f"{row['floor']['ms']:.3g}", f"{row['step_ms']:.4g}"]
+        + [
+            f"{row['modes'][mode]['tokens_per_s']['median'] / row['modes']['without']['tokens_per_s']['median']:.3g}"
+            for mode in row["modes"]
+            if mode != "without"
+        ]
+        for row in engine
+    ]
+    head = ["requests x context", "a perfect engine's step, ms", "a step, ms"]
+    head += [f"throughput, {mode} / without" for mode in engine[0]["modes"] if mode != "without"]
+    return "\n\n".join(
+        [
+            what,
+            table,
+            _source(found, "h200_sglang_throughput.json"),
+            "transformers' continuous batching, a model of the shape of Llama 8B, CUDA graphs:",
+            _table(head, own),
+            _source(found, "h200_engine.json"),
+        ]
+    )
+
+
+def _soak(found: Results, _: Sequence[str]) -> str:
+    soak = load("soak.json")
+    happened = [soak[part]["happened"] for part in ("model_engines", "transformers")]
+    text = (
+        f"Healthy engines, {soak['lives']} of them drawn at random, in tight pools with retractions, aborts, forks and "
+        f"drafts: {soak['engine_steps']:,} steps of model engines and {soak['forwards']:,} forwards of transformers, "
+        f"{soak['false_alarms']} false alarms; {happened[0]['slots freed']:,} slots were freed and "
+        f"{happened[0]['retracted']:,} requests retracted in the model engines."
+    )
+    return f"{text}\n\n{_source(found, 'soak.json')}"
+
+
+def _detection(found: Results, _: Sequence[str]) -> str:
+    rows, names = [], [name for name in KINDS["detection"].files if name in found]
+    for name in names:
+        for row in load(name):
+            rows.append(
+                [
+                    row["device"],
+                    row["mode"],
+                    row["group"],
+                    row["stride"],
+                    f"{row['found']} of {row['runs']}",
+                    row["blamed_wrongly"],
+                    row["median_steps_late"],
+                    row["most_steps_late"],
+                ]
+            )
+    text = (
+        "One fault an engine. Bits are flipped in bytes that the position's sample covers "
+        "(see [what is sampled](what-is-compared.md)); a bit elsewhere is not in this table, and is not found by it."
+    )
+    head = ["device", "fault", "group", "stride", "found", "wrongly blamed", "median steps late", "most"]
+    return f"{text}\n\n{_table(head, rows)}\n\n{_source(found, *names)}"
+
+
+def _chaos(found: Results, _: Sequence[str]) -> str:
+    own, sglang = load("chaos.json"), load("sglang_chaos.json")
+    rows = [
+        [
+            "model engines and transformers",
+            own["minutes"],
+            own["lives"],
+            f"{own['injected']:,}",
+            len(own["lost"]),
+            own["false_alarms"],
+            f"{own['found']} of {own['found'] + own['missed']}",
+        ],
+        [
+            "SGLang",
+            sglang["after"].split()[0],
+            sglang["lives"],
+            f"{sglang['injected']:,}",
+            sglang.get("lost", 0),
+            sglang["violations"],
+            f"{sglang['planted faults found']} of {sglang['planted faults found']}",
+        ],
+    ]
+    head = [
+        "engine",
+        "minutes",
+        "lives",
+        "failures injected",
+        "requests lost",
+        "false alarms",
+        "faults found afterwards",
+    ]
+    text = "The canary's own launches, copies, allocations, files, threads and callbacks fail at random, in log mode."
+    return f"{text}\n\n{_table(head, rows)}\n\n{_source(found, 'chaos.json', 'sglang_chaos.json')}"
+
+
+def _difftest(found: Results, _: Sequence[str]) -> str:
+    rows = []
+    for name in KINDS["fuzz"].files:
+        run = load(name)
+        targets = ", ".join(f"{target} {of['cases']:,}" for target, of in run["targets"].items())
+        pairs = f"{run['coverage']['covered_pairs']:,} of {run['coverage']['feasible_pairs']:,}"
+        rows.append([run["device"], f"{run['seconds'] / 60:.0f}", f"{run['cases']:,}", pairs, targets])
+    fuzz = _table(["device", "minutes", "cases", "pairs of features met", "cases by target"], rows)
+    planted = load("planted.json")["planted"]
+    seconds = [second for bug in planted for second in bug["found_after_s"]]
+    mutants = load("mutants.json")
+    lines = [
+        f"Planted bugs: {len(planted)}, in {len(seconds)} campaigns; found after {median(seconds):.3g} s in the "
+        f"median, {max(seconds):.3g} s at worst.",
+        f"Mutants of kernels and references: {mutants['total']:,}; killed {mutants['killed']:,}, argued equivalent "
+        f"{mutants['equivalent']}, survived {mutants['survived']}.",
+    ]
+    note = "Nothing was found by these runs."
+    return "\n\n".join(
+        [note, fuzz, _source(found, *KINDS["fuzz"].files), *lines, _source(found, "planted.json", "mutants.json")]
+    )
+
+
+def _engines(found: Results, _: Sequence[str]) -> str:
+    overlap = load("h200_overlap.json")
+    rows = [
+        [
+            f"overlapped scheduler, {life['engine']}",
+            f"{life['steps']:,} steps",
+            life["false_alarms"],
+            f"{life['wrong_tokens']} wrong tokens",
+        ]
+        for life in overlap["lives"]
+    ]
+    for name in ("h200_sglang.json", "h200_transformers.json"):
+        run = load(name)
+        clean, faults = run["clean"], run.get("faults", run.get("flips"))
+        rows.append(
+            [
+                "SGLang 0.5.23" if "sglang" in name else f"transformers {run['transformers']}",
+                f"{len(clean)} healthy lives, {sum(c['ok'] for c in clean)} right",
+                "0" if all(c["ok"] for c in clean) else "some",
+                f"{sum(f['ok'] for f in faults)} of {len(faults)} planted faults found",
+            ]
+        )
+    transfer = load("h200_pd.json")
+    rows.append(
+        [
+            "transfers between two GPUs",
+            f"{transfer['faults']} damaged",
+            len(transfer["wrong"]),
+            f"{transfer['faults_found']} found",
+        ]
+    )
+    names = ("h200_overlap.json", "h200_sglang.json", "h200_transformers.json", "h200_pd.json")
+    return f"{_table(['engine', 'ran', 'false alarms', 'and'], rows)}\n\n{_source(found, *names)}"
+
+
+def _all(found: Results, _: Sequence[str]) -> str:
+    rows = [[f"`{r.name}`", r.note or "of this code", r.commit, f"`{KINDS[r.kind].command}`"] for r in found.values()]
+    return _table(["result", "is", "measured at", "made anew by"], rows)
+
+
+# What stands in a block, by the name in its first marker; given the results by name, and the kinds after the name.
+BLOCKS: dict[str, Callable[[Results, Sequence[str]], str]] = {
+    "status": _status,
+    "cost": _cost,
+    "throughput": _throughput,
+    "soak": _soak,
+    "detection": _detection,
+    "chaos": _chaos,
+    "difftest": _difftest,
+    "engines": _engines,
+    "all": _all,
+}
+
+
+def problems(found: Results) -> Iterator[str]:
+    """Return what is wrong with the pages, a sentence each."""
+    for path in pages():
+        name, text = path.relative_to(ROOT), path.read_text(encoding="utf-8")
+        if filled_in(text, found) != text:
+            yield f"{name} is not as the results are: run kv-canary evidence --write"
+        for result in sorted(untold(text)):
+            yield f"{name} quotes {result}, and no block of it says whether that is of this code"
+
+
+def show(found: Results, console: Console) -> None:
+    """Print every result: fresh or stale, and how to make it anew."""
+    from rich.table import Table
+
+    table = Table(title="bench/results, held against the code that is here")
+    for column in ("result", "is", "changed since", "measured at", "made anew by"):
+        table.add_column(column, overflow="fold")
+    for r in found.values():
+        state = "[red]stale[/red]" if r.changed else "[green]fresh[/green]"
+        table.add_row(r.name, state, ", ".join(r.changed), r.commit, KINDS[r.kind].command)
+    console.print(table)
+
+
+@click.command()
+@click.option("--write", is_flag=True, help="Write the pages anew first.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results for a machine.")
+def evidence(write: bool, as_json: bool) -> None:
+    """List measured results as fresh or stale, and check the pages that quote them.
+
+    A result in bench/results carries a digest of the code that it rests on; it is stale once that code is another.
+    Stale is no fault: a page that quotes a stale result without saying so is.
+
+    \b
+    Exit codes: 0 every page says of what it quotes whether it is of this code, 1 one does not, 2 no checkout.
+    Examples:
+      kv-canary evidence
+      kv-canary evidence --write
+    """
+    from rich.console import Console
+
+    if not RESULTS.is_dir():
+        raise click.UsageError("evidence must run in a checkout, got an installed package without bench/results")
+    console = Console()
+    found = {result.name: result for result in results()}
+    if write:
+        for path in pages():
+            text = path.read_text(encoding="utf-8")
+            path.write_text(filled_in(text, found), encoding="utf-8")
+    wrong = list(problems(found))
+    if as_json:
+        facts = [
+            {"result": r.name, "kind": r.kind, "commit": r.commit, "changed": list(r.changed)} for r in found.values()
+        ]
+        click.echo(json.dumps({"results": facts, "problems": wrong}, indent=2))
+        raise SystemExit(1 if wrong else 0)
+    show(found, console)
+    for line in wrong:
+        console.print(line, style="bold red", soft_wrap=True)
+    if not wrong:
+        console.print("Every page says of what it quotes whether it is of this code.")
+    raise SystemExit(1 if wrong else 0)
