@@ -19,12 +19,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kv_canary.backends import BACKENDS
 from kv_canary.bench.facts import facts
 from kv_canary.bench.lives import draw_canary, draw_configs, prepare_backend, processes, run_tasks
 from kv_canary.bench.witness import Witness, first_steps, unexplained, unreported
 from kv_canary.config import CanaryConfig
-from kv_canary.constants import Reason
+from kv_canary.constants import BACKENDS, Reason
 from kv_canary.difftest.engine import EngineConfig
 from kv_canary.difftest.engine.actions import opening, random_action
 from kv_canary.perturb import MODES, PerturbConfig

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from kv_canary.backends import BACKENDS
 from kv_canary.config import CanaryConfig
+from kv_canary.constants import BACKENDS
 from kv_canary.difftest.engine import Action, EngineConfig
 from kv_canary.difftest.engine.actions import random_action
 from kv_canary.difftest.engine.batch import Request

@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kv_canary.backends import BACKENDS
 from kv_canary.bench import churn
 from kv_canary.bench.facts import facts
 from kv_canary.bench.lives import (
@@ -30,6 +29,7 @@ from kv_canary.bench.lives import (
     processes,
     run_tasks,
 )
+from kv_canary.constants import BACKENDS
 from kv_canary.difftest.engine.actions import opening
 
 # Engines of one task; they are drawn together, which is cheaper.

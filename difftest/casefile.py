@@ -23,8 +23,7 @@ from kv_canary.difftest.container import read_container
 from kv_canary.difftest.layouts import packed_bytes
 from kv_canary.difftest.memory import pack, unpack
 from kv_canary.difftest.runner import Mismatch, Outcome
-from kv_canary.errors import must_be
-from kv_canary.reports.report import printable
+from kv_canary.errors import must_be, printable
 from kv_canary.specs import get_spec
 from kv_canary.specs.interface import KernelSpec, ScalarSpec, StructSpec, TensorSpec
 from kv_canary.specs.structures import KvSource

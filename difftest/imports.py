@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from kv_canary.reports.report import printable
+from kv_canary.errors import printable
 
 
 def check_imports(wanted: Sequence[str], given: Sequence[str], *, case: str = "this case") -> None:

@@ -19,7 +19,7 @@ from kv_canary.difftest.coverage import feasible_pairs
 from kv_canary.difftest.memory import INTEGERS
 from kv_canary.difftest.mutation.score import Score
 from kv_canary.difftest.replaying import Replay
-from kv_canary.reports.report import printable
+from kv_canary.errors import printable
 from kv_canary.specs import get_spec
 
 

@@ -1,34 +1,40 @@
 """kv-canary: a record beside every KV slot, verified around every forward.
 
-Importing this package imports neither triton nor any engine.
+Importing this package imports neither torch nor triton nor any engine: each name is imported when it is first used.
 """
 
-from kv_canary import ops
-from kv_canary.accounts import CanarySummary
-from kv_canary.backends import register, use_backend
-from kv_canary.capacities import CanaryLaunchCapacities, CanaryLimits
-from kv_canary.config import CanaryConfig
-from kv_canary.constants import (
-    ANCHOR,
-    BAD_SLOT,
-    CHAIN_MULTIPLIER,
-    HEAD_OF_CHAIN,
-    UNCHECKED,
-    Reason,
-    Status,
-    Tag,
-)
-from kv_canary.engines import Installation, install
-from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager
-from kv_canary.identity import identity_word
-from kv_canary.manager import CanaryManager
-from kv_canary.observers import Observer
-from kv_canary.perturb import PerturbConfig
-from kv_canary.pools import BufferGroup, KvPool
-from kv_canary.ranks import RankGroup, RankReport, RankViolationError
-from kv_canary.reports import CanaryViolationError, Incident, ViolationReport
-from kv_canary.specs.structures import Endpoint, KvSource, ResolvedSlots, VerifyPlan, ViolationLog, WritePlan
-from kv_canary.sweep import CachedSlots
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kv_canary import ops
+    from kv_canary.accounts import CanarySummary
+    from kv_canary.backends import register, use_backend
+    from kv_canary.capacities import CanaryLaunchCapacities, CanaryLimits
+    from kv_canary.config import CanaryConfig
+    from kv_canary.constants import (
+        ANCHOR,
+        BAD_SLOT,
+        CHAIN_MULTIPLIER,
+        HEAD_OF_CHAIN,
+        UNCHECKED,
+        Reason,
+        Status,
+        Tag,
+    )
+    from kv_canary.engines import Installation, install
+    from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager
+    from kv_canary.identity import identity_word
+    from kv_canary.manager import CanaryManager
+    from kv_canary.observers import Observer
+    from kv_canary.perturb import PerturbConfig
+    from kv_canary.pools import BufferGroup, KvPool
+    from kv_canary.ranks import RankGroup, RankReport, RankViolationError
+    from kv_canary.reports import CanaryViolationError, Incident, ViolationReport
+    from kv_canary.specs.structures import Endpoint, KvSource, ResolvedSlots, VerifyPlan, ViolationLog, WritePlan
+    from kv_canary.sweep import CachedSlots
 
 __version__ = "0.1.0"
 
@@ -73,3 +79,78 @@ __all__ = [
     "register",
     "use_backend",
 ]
+
+# Where each name comes from, but for `ops`, which is a module.
+_MODULES: dict[str, tuple[str, ...]] = {
+    "kv_canary.accounts": ("CanarySummary",),
+    "kv_canary.backends": (
+        "register",
+        "use_backend",
+    ),
+    "kv_canary.capacities": (
+        "CanaryLaunchCapacities",
+        "CanaryLimits",
+    ),
+    "kv_canary.config": ("CanaryConfig",),
+    "kv_canary.constants": (
+        "ANCHOR",
+        "BAD_SLOT",
+        "CHAIN_MULTIPLIER",
+        "HEAD_OF_CHAIN",
+        "UNCHECKED",
+        "Reason",
+        "Status",
+        "Tag",
+    ),
+    "kv_canary.engines": (
+        "Installation",
+        "install",
+    ),
+    "kv_canary.forward": (
+        "ForwardBatch",
+        "ForwardRequest",
+        "SingleForwardManager",
+    ),
+    "kv_canary.identity": ("identity_word",),
+    "kv_canary.manager": ("CanaryManager",),
+    "kv_canary.observers": ("Observer",),
+    "kv_canary.perturb": ("PerturbConfig",),
+    "kv_canary.pools": (
+        "BufferGroup",
+        "KvPool",
+    ),
+    "kv_canary.ranks": (
+        "RankGroup",
+        "RankReport",
+        "RankViolationError",
+    ),
+    "kv_canary.reports": (
+        "CanaryViolationError",
+        "Incident",
+        "ViolationReport",
+    ),
+    "kv_canary.specs.structures": (
+        "Endpoint",
+        "KvSource",
+        "ResolvedSlots",
+        "VerifyPlan",
+        "ViolationLog",
+        "WritePlan",
+    ),
+    "kv_canary.sweep": ("CachedSlots",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return importlib.import_module("kv_canary.ops")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -16,14 +16,12 @@ from typing import Any
 
 import torch
 
+from kv_canary.constants import AUTO, BACKENDS, SHADOW
 from kv_canary.errors import must_be
 from kv_canary.specs import add_spec
 from kv_canary.specs.interface import KernelSpec
 
-AUTO = "auto"
-SHADOW = "shadow"
 _PACKAGES = {"reference": "kv_canary.reference", "triton": "kv_canary.kernels"}
-BACKENDS = (*_PACKAGES, SHADOW, AUTO)
 
 Implementation = Callable[..., None]
 

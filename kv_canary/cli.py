@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from kv_canary import __version__
-from kv_canary.backends import BACKENDS
+from kv_canary.constants import BACKENDS
 
 # Commands that live elsewhere: each is imported when it is asked for, as <module>.<name>.
 _ELSEWHERE = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from kv_canary.backends import BACKENDS
+from kv_canary.constants import BACKENDS
 from kv_canary.errors import must_be
 
 if TYPE_CHECKING:

@@ -6,6 +6,10 @@ from enum import IntEnum, IntFlag
 
 MASK64 = (1 << 64) - 1
 
+# Who runs an op: two implementations, one that compares them, and the choice by device. See kv_canary.backends.
+SHADOW, AUTO = "shadow", "auto"
+BACKENDS = ("reference", "triton", SHADOW, AUTO)
+
 # splitmix64: Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 MIX_ADD = 0x9E3779B97F4A7C15
 MIX_MUL_1 = 0xBF58476D1CE4E5B9

@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -393,3 +395,32 @@ def test_doctor_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1
     assert "stride must be at least 1, got 0" in " ".join(result.output.split())
     assert json.loads(CliRunner().invoke(main, ["doctor", "--json"]).output)["config"] is None
+
+
+HELP = [["--help"], ["difftest", "--help"], ["difftest", "fuzz", "--help"], ["bench", "--help"], ["doctor", "--help"]]
+
+
+@pytest.mark.parametrize("arguments", HELP, ids=" ".join)
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    """So that it is there in a moment; also as `python -m kv_canary`."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-X", "importtime", "-m", "kv_canary", *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("Usage: ")
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert {"click", "kv_canary.cli"} <= imported
+    assert not imported & {"torch", "triton", "numpy", "hypothesis", "rich", "pytest", "transformers"}
+
+
+def test_the_package_has_each_of_its_names_and_lists_them() -> None:
+    import kv_canary
+
+    assert set(kv_canary.__all__) == {"ops", *kv_canary._MODULE_OF}
+    assert set(kv_canary.__all__) <= set(dir(kv_canary))
+    for name in kv_canary.__all__:
+        assert getattr(kv_canary, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = kv_canary.nothing

@@ -183,7 +183,8 @@ def code_of(source: bytes) -> bytes:
                 and isinstance(first.value, ast.Constant)
                 and isinstance(first.value.value, str)
             ):
-                lines[first.lineno - 1 : first.end_lineno] = [""] * (first.end_lineno - first.lineno + 1)
+                last = first.end_lineno or first.lineno
+                lines[first.lineno - 1 : last] = [""] * (last + 1 - first.lineno)
     return "\n".join(line.rstrip() for line in lines if line.strip()).encode()
 
 

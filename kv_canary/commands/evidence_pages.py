@@ -1,4 +1,4 @@
-"""Pages that quote results: blocks between markers, made from bench/results, that say whether they are of this code.
+"""Pages with blocks between markers, made from bench/results and from the code; they say what is of an older version.
 
     <!-- kv-canary evidence BLOCK [KIND ...]: begin -->
     ... what stands here is made anew ...
@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -312,6 +313,15 @@ def _all(found: Results, _: Sequence[str]) -> str:
     return _table(["result", "is", "measured at", "made anew by"], rows)
 
 
+def _modules(_: Results, folders: Sequence[str]) -> str:
+    rows = []
+    for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")[0]
+        if path.name != "__init__.py":
+            rows.append([f"`{path.relative_to(ROOT)}`", " ".join(first.split()).replace("|", "\\|")])
+    return _table(["module", "what it is"], rows)
+
+
 # What stands in a block, by the name in its first marker; given the results by name, and the kinds after the name.
 BLOCKS: dict[str, Callable[[Results, Sequence[str]], str]] = {
     "status": _status,
@@ -323,6 +333,7 @@ BLOCKS: dict[str, Callable[[Results, Sequence[str]], str]] = {
     "difftest": _difftest,
     "engines": _engines,
     "all": _all,
+    "modules": _modules,
 }
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from kv_canary.constants import HEAD_OF_CHAIN, MASK64
+from kv_canary.errors import printable
 from kv_canary.redact import Redactor
-from kv_canary.reports.report import printable
 
 
 class Word(IntEnum):

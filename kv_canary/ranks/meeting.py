@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kv_canary.errors import must_be
+from kv_canary.errors import must_be, printable
 from kv_canary.output import logger
 from kv_canary.ranks.group import RankGroup, gather
-from kv_canary.reports.report import printable
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -9,9 +9,9 @@ from enum import IntEnum
 
 import torch
 
+from kv_canary.errors import printable
 from kv_canary.output import logger
 from kv_canary.ranks.digest import Digest
-from kv_canary.reports.report import printable
 
 
 class State(IntEnum):

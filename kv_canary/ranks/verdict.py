@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kv_canary.errors import printable
 from kv_canary.reports import CanaryViolationError
-from kv_canary.reports.report import printable
 
 if TYPE_CHECKING:
     from kv_canary.ranks.compare import RankReport

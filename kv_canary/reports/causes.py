@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_canary.constants import BAD_SLOT, MASK64, Reason
+from kv_canary.errors import printable
 from kv_canary.hashing import mix
 from kv_canary.pools import BufferGroup
 from kv_canary.reports.members import BYTES, CONTENT, Member
-from kv_canary.reports.report import StoredRecord, ViolationReport, printable
+from kv_canary.reports.report import StoredRecord, ViolationReport
 from kv_canary.specs.structures import KvSource
 
 

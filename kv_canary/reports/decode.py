@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kv_canary.constants import MASK64, OWNER_BITS, OWNER_MASK, STEP_MASK, Reason, Tag
+from kv_canary.errors import printable
 from kv_canary.pools import BufferGroup
 from kv_canary.redact import Redactor
 from kv_canary.reports.causes import cause_of_one
-from kv_canary.reports.report import StoredRecord, ViolationReport, printable
+from kv_canary.reports.report import StoredRecord, ViolationReport
 
 # Only writes have these.
 WRITES = Reason.WRITE_TOKEN | Reason.WRITE_POSITION | Reason.OVERWRITE | Reason.PREFIX

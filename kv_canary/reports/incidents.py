@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from kv_canary.constants import Reason, Tag
+from kv_canary.errors import printable
 from kv_canary.reports.causes import Circumstances, cause_of_many
 from kv_canary.reports.decode import Decoder, by_whom, details, is_write, reason_names
 from kv_canary.reports.members import CONTENT, Cluster, Kind, Member, clusters_of
 from kv_canary.reports.neighbourhood import Neighbourhood
-from kv_canary.reports.report import ViolationReport, printable
+from kv_canary.reports.report import ViolationReport
 
 # Incidents that are remembered; beyond that, the one not seen for longest is forgotten, and would be new again.
 MOST_REMEMBERED = 128

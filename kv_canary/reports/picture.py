@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from kv_canary.errors import printable
 from kv_canary.reports.bundle import Bundle
 from kv_canary.reports.incidents import Incident
 from kv_canary.reports.neighbourhood import LEFT, Neighbour, Neighbourhood
-from kv_canary.reports.report import printable
 from kv_canary.reports.text import cells, is_faulty
 
 # Writers that get a colour of their own: the ones with most slots; the others share a grey.

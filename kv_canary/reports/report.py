@@ -63,8 +63,3 @@ class ViolationReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON-ready values."""
         return asdict(self)
-
-
-def printable(text: str) -> str:
-    """Return `text` in one line that a terminal and a log can take; names of requests may come from a client."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

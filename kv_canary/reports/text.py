@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kv_canary.errors import printable
 from kv_canary.reports.bundle import Bundle
 from kv_canary.reports.incidents import Incident, ranges_text, requests_text
 from kv_canary.reports.neighbourhood import Neighbour, Neighbourhood
-from kv_canary.reports.report import printable
 
 # Violations that are shown one by one.
 MOST_SENTENCES = 4

@@ -16,10 +16,10 @@ from rich.console import Console
 
 import kv_canary as kc
 from kv_canary import output
+from kv_canary.errors import printable
 from kv_canary.reports import bundle as bundles
 from kv_canary.reports.bundle import FORMAT, Bundle, read_bundle
 from kv_canary.reports.picture import layout, page
-from kv_canary.reports.report import printable
 from kv_canary.reports.text import show
 
 from .engine import Engine, full_engine

@@ -1,0 +1,120 @@
+"""Results say what code they are of, and pages say so of what they quote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kv_canary.cli import main
+from kv_canary.commands import evidence, evidence_pages
+
+ROOT = Path(__file__).parents[1]
+SOURCE = b'"""Docs."""\n\nX = 1  # one\n\n\ndef f() -> str:\n    """More."""\n    return "# no comment"\n'
+
+
+def test_comments_docstrings_and_blank_lines_change_no_digest() -> None:
+    other = b'"""Other docs."""\nX = 1\ndef f() -> str:\n    """Less,\n\n    in lines."""\n\n'
+    other += b'    # Why.\n    return "# no comment"\n'
+    assert evidence.code_of(SOURCE) == b'X = 1\ndef f() -> str:\n    return "# no comment"'
+    assert evidence.digest({"a.py": SOURCE}) == evidence.digest({"a.py": other})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"a.py": SOURCE.replace(b"X = 1", b"X = 2")},
+        {"a.py": SOURCE.replace(b"# no", b"# a")},
+        {"b.py": SOURCE},
+        {"a.py": SOURCE, "b.toml": b""},
+    ],
+)
+def test_every_change_of_code_changes_the_digest(change: dict[str, bytes]) -> None:
+    assert evidence.digest(change) != evidence.digest({"a.py": SOURCE})
+
+
+def test_every_result_has_a_kind_and_every_source_is_there() -> None:
+    known = {name for kind in evidence.KINDS.values() for name in kind.files}
+    assert {path.name for path in evidence.RESULTS.glob("*.json")} <= known
+    for kind in evidence.KINDS:
+        assert all(len(found) == 16 for found in evidence.digests(kind).values())
+        assert all(evidence.read(source) for source in evidence.KINDS[kind].sources)
+
+
+def test_the_runtime_is_without_the_tools_that_no_engine_runs() -> None:
+    names = set(evidence.read("kv_canary"))
+    assert {"kv_canary/manager.py", "kv_canary/specs/verify.py", "kv_canary/engines/sglang/session.py"} <= names
+    assert not [n for n in names if n.startswith(("kv_canary/commands", "kv_canary/demo", "kv_canary/bench"))]
+
+
+def test_the_pages_are_as_the_results_are_and_say_what_is_older() -> None:
+    done = CliRunner().invoke(main, ["evidence", "--json"])
+    told = json.loads(done.output)
+    assert (done.exit_code, told["problems"]) == (0, []), told["problems"]
+    assert {r["result"] for r in told["results"]} == {path.name for path in evidence.RESULTS.glob("*.json")}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout with one result of the code that is here, and a page that quotes it."""
+    results = tmp_path / "bench/results"
+    results.mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("nothing\n")
+    keep(results, {"device": "CPU", "commit": "abc1234", "sources": evidence.digests("host")})
+    (tmp_path / "docs/page.md").write_text(
+        "As `h200_host.json` says.\n\n"
+        "<!-- kv-canary evidence status host: begin -->\n<!-- kv-canary evidence: end -->\n"
+    )
+    for module in (evidence, evidence_pages):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+        monkeypatch.setattr(module, "RESULTS", results)
+    return tmp_path
+
+
+def keep(results: Path, content: dict[str, Any]) -> None:
+    (results / "h200_host.json").write_text(json.dumps(content))
+
+
+def run(*arguments: str) -> tuple[int, list[str], Any]:
+    done = CliRunner().invoke(main, ["evidence", "--json", *arguments])
+    told = json.loads(done.output)
+    return done.exit_code, told["problems"], told["results"]
+
+
+def test_a_page_says_by_itself_that_a_result_is_of_an_older_version(checkout: Path) -> None:
+    page = checkout / "docs/page.md"
+    assert run()[0] == 1
+    assert run("--write")[:2] == (0, [])
+    assert "of this code (abc1234)" in page.read_text()
+    keep(checkout / "bench/results", {"device": "CPU", "commit": "abc1234", "sources": {"kv_canary": "0" * 16}})
+    code, problems, (result,) = run()
+    assert (code, result["changed"]) == (1, list(evidence.KINDS["host"].sources))
+    assert problems == ["docs/page.md is not as the results are: run kv-canary evidence --write"]
+    assert run("--write")[:2] == (0, [])
+    assert "measured on an older version (abc1234)" in page.read_text()
+
+
+def test_a_page_that_quotes_a_result_without_a_block_is_a_problem(checkout: Path) -> None:
+    run("--write")
+    (checkout / "docs/other.md").write_text("120 us, see `bench/results/h200_host.json`.\n")
+    code, problems, _ = run()
+    assert (code, len(problems)) == (1, 1)
+    assert problems[0].startswith("docs/other.md quotes h200_host.json")
+
+
+def test_a_result_without_digests_is_of_an_older_version(checkout: Path) -> None:
+    keep(checkout / "bench/results", {"device": "CPU"})
+    (result,) = run("--write")[2]
+    assert result["changed"] == list(evidence.KINDS["host"].sources)
+    assert "measured on an older version (unknown commit)" in (checkout / "docs/page.md").read_text()
+
+
+def test_without_a_checkout_it_is_misuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence_pages, "RESULTS", tmp_path / "none")
+    done = CliRunner().invoke(main, ["evidence"])
+    assert done.exit_code == 2
+    assert "must run in a checkout" in done.output
