@@ -44,6 +44,14 @@ def test_every_result_has_a_kind_and_every_source_is_there() -> None:
         assert all(evidence.read(source) for source in evidence.KINDS[kind].sources)
 
 
+@pytest.mark.parametrize("path", sorted(evidence.RESULTS.glob("*.json")), ids=lambda path: path.name)
+def test_kept_results_name_their_device(path: Path) -> None:
+    facts = json.loads(path.read_text())
+    # A table is a list of rows, each of which says it.
+    for row in facts if isinstance(facts, list) else [facts]:
+        assert ("H200" in row["device"]) == path.name.startswith("h200_")
+
+
 def test_the_runtime_is_without_the_tools_that_no_engine_runs() -> None:
     names = set(evidence.read("kv_canary"))
     assert {"kv_canary/manager.py", "kv_canary/specs/verify.py", "kv_canary/engines/sglang/session.py"} <= names

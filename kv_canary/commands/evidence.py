@@ -91,12 +91,6 @@ KINDS = {
     "variants": Evidence(
         files=("h200_variants.json",), sources=("kernels",), command="(kernels that are not in the tree)"
     ),
-    "layout": Evidence(
-        files=("h200_layout.json",), sources=("kernels",), command="python -P -m kv_canary.bench.layout"
-    ),
-    "references": Evidence(
-        files=("cpu_references.json",), sources=("reference",), command="python -P -m kv_canary.bench.references"
-    ),
     "engine": Evidence(
         files=("h200_engine.json",), sources=RUNTIME, command="python -P -m kv_canary.bench.engine_overhead --json FILE"
     ),
