@@ -1,6 +1,9 @@
 # What a developer and CI run. The programs of the environment are called by path, never as `python -m` from here:
 # this folder holds `kernels/`, and transformers looks for a top-level package of that name.
 
+# Tests start hundreds of processes: what one of them has compiled, the others need not compile again.
+export PYTHONDONTWRITEBYTECODE :=
+
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help

@@ -122,6 +122,11 @@ class CampaignResult:
     def cases(self) -> int:
         return sum(s.cases for s in self.stats.values())
 
+    @property
+    def untried(self) -> list[str]:
+        """Targets that no case was run of: of these the campaign says nothing."""
+        return [target for target, s in self.stats.items() if not s.cases]
+
 
 def run_campaign(
     campaign: Campaign, *, on_change: Callable[[CampaignResult], None] = lambda result: None

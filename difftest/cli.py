@@ -1,4 +1,7 @@
-"""`kv-canary difftest`: fuzz kernels against their references. Exit codes: 0 clean, 1 something found, 2 misuse."""
+"""`kv-canary difftest`: fuzz kernels against their references.
+
+Exit codes: 0 clean; 1 something found; 2 misuse, or a campaign in which some target had no case.
+"""
 
 from __future__ import annotations
 
@@ -138,6 +141,8 @@ def fuzz(minutes: float, **options: Any) -> None:
 
     Jobs go round all ops, and round histories of a whole engine. Findings are shrunk and saved at once, so Ctrl-C
     loses nothing. A kernel that crashes or hangs its process is a finding as well.
+
+    Exit codes: 0 nothing found, 1 something found, 2 misuse, or inconclusive: some target had no case in that time.
 
     \b
     Examples:
@@ -475,7 +480,7 @@ def _campaign(
         json_path.write_text(json.dumps(_facts(campaign, result, lines, commit), indent=2) + "\n", encoding="utf-8")
     if junit_path is not None:
         write_junit(junit_path, result, replay=lines)
-    raise SystemExit(1 if result.findings or result.errors else 0)
+    raise SystemExit(1 if result.findings or result.errors else 2 if result.untried and not result.interrupted else 0)
 
 
 def _facts(campaign: Campaign, result: CampaignResult, lines: Mapping[str, str], commit: str) -> dict[str, Any]:

@@ -77,6 +77,10 @@ def show_campaign(
     )
     if all_pairs:
         console.print(result.coverage.table())
+    if result.untried:
+        console.print(
+            f"[bold yellow]inconclusive[/]: no case was run of {escape(', '.join(result.untried))}; give it more time"
+        )
     for finding in result.findings.values():
         console.print(
             f"\n[bold red]found[/] after {finding.found_after_s:.1f} s: {escape(finding.says)}", highlight=False
