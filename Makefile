@@ -41,10 +41,11 @@ check: .venv/.stamp ## lint, formatting, types
 	MYPYPATH=.venv/typecheck .venv/bin/mypy .venv/typecheck/kv_canary
 
 test: check ## check, then the tests, Triton in its interpreter
-	.venv/bin/pytest -n 2 --benchmark-disable -m 'not tf517 and not long' --ignore tests/sglang
+	.venv/bin/pytest -n 2 --benchmark-disable --examples 100 -m 'not tf517 and not long' --ignore tests/sglang
 
 test-long: .venv/.stamp .venv-sglang/.stamp ## the tests that take long, SGLang's too
 	.venv/bin/pytest -n 2 --benchmark-disable -m 'long and not tf517' --ignore tests/sglang
+	.venv/bin/pytest -n 2 --examples 400 tests/difftest/test_every_op.py tests/difftest/test_plain.py
 	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest -n 2 --dist worksteal -m long tests/sglang
 
 test-tf517: .venv-tf517/.stamp ## the adapter's tests with the oldest transformers, in .venv-tf517

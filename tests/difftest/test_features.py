@@ -292,6 +292,7 @@ def test_every_infeasible_pair_has_a_reason_and_names_features() -> None:
             assert bool(why_infeasible(first, second)) == ((first, second) not in feasible_pairs())
 
 
+@pytest.mark.long
 def test_generators_reach_every_feasible_pair() -> None:
     coverage, impossible = Coverage(), Coverage()
 
