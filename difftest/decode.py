@@ -9,37 +9,29 @@ from typing import Any
 
 import torch
 
-from kv_canary.constants import OWNER_MASK, RECORD_WORDS, RESOLVED_WORDS, VIOLATION_WORDS, Reason, Status, Tag
+from kv_canary.constants import OWNER_MASK, RECORD_WORDS, RESOLVED_WORDS, Reason, Status, Tag
 from kv_canary.difftest.casefile import CaseFile
 from kv_canary.difftest.runner import violation_logs
 from kv_canary.difftest.trace import writes_to
 from kv_canary.specs.interface import KernelSpec, Leaf
+from kv_canary.specs.violation_row import VIOLATION_WORDS, ViolationRow
 
 MOST = 20
+# Words of a violation row that are words of a record, and which of RECORD_FIELDS.
+_RECORD_WORDS = {
+    "identity": "IDENTITY",
+    "chain": "CHAIN",
+    "expected_chain": "CHAIN",
+    "kv": "KV",
+    "observed_kv": "KV",
+    "writer": "WRITER",
+}
 
 RECORD_FIELDS = ("IDENTITY", "CHAIN", "KV", "WRITER")
 # The words of an entry that verify_prefixes resolved, and of where a run begins.
 ENTRY_FIELDS = ("slot", "position")
 RUN_FIELDS = ("slot of the position before", "request")
 SLOT_CODES = {-1: "HEAD_OF_CHAIN", -2: "UNCHECKED", -3: "BAD_SLOT"}
-VIOLATION_FIELDS = (
-    "tag",
-    "reasons",
-    "slot",
-    "row",
-    "expected position",
-    "identity",
-    "expected token",
-    "chain",
-    "expected chain",
-    "KV",
-    "observed KV",
-    "writer",
-    "step",
-    "seed or predecessor",
-    "owner",
-    "word 15",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +106,7 @@ def _element_differences(leaf: Leaf, expected: torch.Tensor, got: torch.Tensor, 
 
 def _ring_differences(leaf: Leaf, expected: torch.Tensor, got: torch.Tensor) -> list[Difference]:
     """Rows of a violation ring that only one side has; a row that both have, but for some words, is one difference."""
-    rows = [[tuple(r) for r in t.view(torch.int64).view(-1, VIOLATION_WORDS).tolist()] for t in (expected, got)]
+    rows = [_rows(expected), _rows(got)]
     missing = list((Counter(rows[0]) - Counter(rows[1])).elements())
     extra = list((Counter(rows[1]) - Counter(rows[0])).elements())
     found = []
@@ -131,7 +123,7 @@ def _ring_differences(leaf: Leaf, expected: torch.Tensor, got: torch.Tensor) -> 
             found.append(
                 Difference(
                     path=leaf.path,
-                    where=f"violation {at}, {VIOLATION_FIELDS[word]}",
+                    where=f"violation {at}, {ViolationRow._fields[word].replace('_', ' ')}",
                     byte=(at * VIOLATION_WORDS + word) * 8,
                     expected="no such row" if want is None else _say_violation(word, want, whole=have is None),
                     got="no such row" if have is None else _say_violation(word, have, whole=want is None),
@@ -140,18 +132,22 @@ def _ring_differences(leaf: Leaf, expected: torch.Tensor, got: torch.Tensor) -> 
     return found
 
 
-def _alike(row: tuple[int, ...], other: tuple[int, ...]) -> int:
+def _rows(ring: torch.Tensor) -> list[ViolationRow]:
+    return [ViolationRow._make(words) for words in ring.view(torch.int64).view(-1, VIOLATION_WORDS).tolist()]
+
+
+def _alike(row: ViolationRow, other: ViolationRow) -> int:
     return sum(a == b for a, b in zip(row, other, strict=True))
 
 
-def _say_violation(word: int, row: tuple[int, ...], *, whole: bool) -> str:
+def _say_violation(word: int, row: ViolationRow, *, whole: bool) -> str:
     if whole:
-        return f"{_reasons(row[1])} at slot {row[2]}, row {row[3]}, position {row[4]}"
-    if word == 1:
-        return _reasons(row[1])
-    if word in (5, 7, 8, 9, 10, 11):
-        name = {5: "IDENTITY", 9: "KV", 10: "KV", 11: "WRITER"}.get(word, "CHAIN")
-        return say_record_word(name, row[word])
+        return f"{_reasons(row.reasons)} at slot {row.slot}, row {row.row}, position {row.position}"
+    name = ViolationRow._fields[word]
+    if name == "reasons":
+        return _reasons(row.reasons)
+    if name in _RECORD_WORDS:
+        return say_record_word(_RECORD_WORDS[name], row[word])
     return str(row[word])
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from kv_canary.constants import VIOLATION_WORDS
 from kv_canary.difftest.calls import (
     Call,
     digest,
@@ -38,22 +37,8 @@ from kv_canary.difftest.runner import violation_logs
 from kv_canary.errors import must_be
 from kv_canary.specs.interface import KernelSpec, Leaf, ScalarSpec, TensorSpec, TensorsSpec
 from kv_canary.specs.structures import KvSource
+from kv_canary.specs.violation_row import VIOLATION_WORDS
 
-# Fields whose values are indices along a size, or columns of theirs: where some of those are removed, the values are
-# numbered anew.
-INDICES: Mapping[str, Mapping[str, slice]] = {
-    "num_slots": {
-        **dict.fromkeys(("slots", "prev_slots", "seed_slots", "out_slots", "src", "dst"), slice(None)),
-        # Without a LUT a table names the slots themselves.
-        **dict.fromkeys(("lut", "req_to_token"), slice(None)),
-        "entries": slice(0, 2),
-    },
-    "num_rows": {"rows": slice(None)},
-    "token_rows": {"rows": slice(None)},
-    "num_anchors": {"rows": slice(None)},
-    "bs": {"entries": slice(3, 4)},
-    "lut_len": {"req_to_token": slice(None)},
-}
 # Values below this are sizes, positions and indices, worth making as small as can be; above it are hashes.
 PLAIN_NUMBERS = 1 << 20
 
@@ -250,16 +235,17 @@ class _Search:
 
     def _numbered_anew(self, call: Call, symbol: str, kept: torch.Tensor, count: int) -> Call:
         """Return `call`, which keeps `kept` of `count` along `symbol`, with the indices along it as they are now."""
-        columns = dict(INDICES.get(symbol, {}))
-        if symbol == "num_slots" and call.get("lut") is not None:
-            columns.pop("req_to_token")
         smaller: dict[str, torch.Tensor] = {}
         for leaf in self.spec.leaves(call):
-            name = leaf.path.split(".")[-1]
-            if name in columns:
-                values = leaf.tensor.clone()
-                values[..., columns[name]] = renumbered(values[..., columns[name]], kept, count)
-                smaller[leaf.path] = relaid(values, leaf.tensor)
+            columns = {} if leaf.spec is None else leaf.spec.index_of
+            translated = symbol == "num_slots" and "lut_len" in columns and call.get("lut") is not None
+            if symbol not in columns or translated:
+                continue
+            column = columns[symbol]
+            values = leaf.tensor.clone()
+            part = values if column is None else values[..., column]
+            part.copy_(renumbered(part, kept, count))
+            smaller[leaf.path] = relaid(values, leaf.tensor)
         call = self._with(call, smaller)
         for path, source in list(sources(self.spec, call)):
             if symbol == "num_slots" and source.page_size == 1:

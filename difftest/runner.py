@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from kv_canary.backends import implementation
-from kv_canary.constants import VIOLATION_WORDS
 from kv_canary.difftest.memory import guarded, room_for
 from kv_canary.specs.interface import KernelSpec, StructSpec
+from kv_canary.specs.violation_row import VIOLATION_WORDS
 
 Bytes = Mapping[str, torch.Tensor]
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kv_canary.constants import VIOLATION_WORDS, Status
+from kv_canary.constants import Status
 from kv_canary.specs.structures import ViolationLog
+from kv_canary.specs.violation_row import VIOLATION_WORDS
 
 _WORDS = tl.constexpr(VIOLATION_WORDS)
 _ROW_RANGE = tl.constexpr(int(Status.ROW_RANGE))

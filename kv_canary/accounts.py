@@ -221,8 +221,9 @@ class Accounts:
         Raises:
             CanaryViolationError: in raise mode, if there is anything to report.
         """
-        verdicts = {key: self._was_discarded(*key) for key in dict.fromkeys((w[12], w[3]) for w in findings.rows)}
-        rows = [words for words in findings.rows if not verdicts[words[12], words[3]]]
+        seen = dict.fromkeys((row.step, row.row) for row in findings.rows)
+        verdicts = {key: self._was_discarded(*key) for key in seen}
+        rows = [row for row in findings.rows if not verdicts[row.step, row.row]]
         discarded = len(findings.rows) - len(rows)
         if discarded and not rows:
             # Those that the ring had no room for are most likely of the same rows: nobody can say, so no alarm.
@@ -230,7 +231,7 @@ class Accounts:
         self._discarded += discarded
         total = findings.total - discarded
         self._violations += total
-        for (tag, reasons), count in Counter((words[0], words[1]) for words in rows).items():
+        for (tag, reasons), count in Counter((row.tag, row.reasons) for row in rows).items():
             for name in reason_names(reasons):
                 self._reasons[name] += count
                 self._found[self._groups_of[Tag(tag)], name] += count
@@ -241,7 +242,7 @@ class Accounts:
             # What was found is counted by now, and raised below whatever fails in between.
             try:
                 telling = most_telling(rows, self._config.max_reports_per_step)
-                reports = [self._decoder.decode(words) for words in telling]
+                reports = [self._decoder.decode(row) for row in telling]
             except Exception as error:
                 self._guard.failed("describing what was found", error, own=False)
             self.reports.extend(reports)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kv_canary.constants import Tag
+from kv_canary.specs.violation_row import ViolationRow
 from kv_canary.state import FIRST_STATUS, NUM_COUNTERS, VIOLATION_COUNT, CanaryDeviceState
 
 
@@ -34,7 +35,7 @@ class Findings:
     """What was drained: violations, those of them whose rows fit the ring, and the words of each step, in order."""
 
     total: int = 0
-    rows: list[list[int]] = field(default_factory=list)
+    rows: list[ViolationRow] = field(default_factory=list)
     steps: list[StepWords] = field(default_factory=list)
 
 
@@ -113,7 +114,7 @@ class Drain:
         """Read the rows and empty the ring; this waits for the device, which is fine once corruption was found."""
         log = self._state.violations
         total = int(log.count)
-        rows: list[list[int]] = log.ring[: min(total, log.ring.shape[0])].tolist()
+        rows = [ViolationRow._make(words) for words in log.ring[: min(total, log.ring.shape[0])].tolist()]
         # Behind the read just made, on the same stream: nothing falls between.
         log.count.zero_()
         self._drop_stale_counts()

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from kv_canary.constants import MASK64, to_signed
+from kv_canary.specs.violation_row import ViolationRow
 
 if TYPE_CHECKING:
     from kv_canary.config import CanaryConfig
     from kv_canary.reports.neighbourhood import Neighbourhood
 
 # Words of a violation row that follow from tokens and bytes, beside the two that hold a token itself.
-_HASHED_WORDS = (7, 8, 9, 10)
-_IDENTITY_WORD, _EXPECTED_TOKEN_WORD = 5, 6
+_HASHED_WORDS = ("chain", "expected_chain", "kv", "observed_kv")
 
 
 class Redactor:
@@ -51,17 +50,17 @@ class Redactor:
         """Return a name that stands for a request's; None for what is not known stays."""
         return None if name is None else f"redacted-{self._hash('name', name):016x}"
 
-    def row(self, words: Sequence[int]) -> tuple[int, ...]:
+    def row(self, row: ViolationRow) -> ViolationRow:
         """Return a violation row that says the same of where and why, and nothing of which tokens."""
-        hidden = list(words)
-        identity, expected = hidden[_IDENTITY_WORD] & MASK64, hidden[_EXPECTED_TOKEN_WORD]
-        if any(hidden[i] for i in (_IDENTITY_WORD, 7, 9, 11)):
+        identity = row.identity
+        if row.has_record:
             token = self.token(identity & 0xFFFFFFFF)
-            hidden[_IDENTITY_WORD] = to_signed((identity >> 32 << 32) | (token or 0))
-        hidden[_EXPECTED_TOKEN_WORD] = expected if expected < 0 else self._hash("token", expected) & 0xFFFFFFFF
-        for i in _HASHED_WORDS:
-            hidden[i] = to_signed(self.word(hidden[i]))
-        return tuple(hidden)
+            identity = to_signed(((identity & MASK64) >> 32 << 32) | (token or 0))
+        return row._replace(
+            identity=identity,
+            token=row.token if row.token < 0 else self._hash("token", row.token) & 0xFFFFFFFF,
+            **{name: to_signed(self.word(getattr(row, name))) for name in _HASHED_WORDS},
+        )
 
     def neighbourhood(self, around: Neighbourhood) -> Neighbourhood:
         """Return what lies around a fault without its tokens; writers' names are those of a decoder, hidden already."""

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from kv_canary import ops
-from kv_canary.constants import ANCHOR, MASK64, VIOLATION_WORDS, Tag, to_signed
+from kv_canary.constants import ANCHOR, MASK64, Tag, to_signed
 from kv_canary.hashing import mix
 from kv_canary.host import Mailbox, let_go, send
 from kv_canary.replays import Replays, layout_of, round_up
 from kv_canary.specs.structures import ViolationLog
+from kv_canary.specs.violation_row import VIOLATION_WORDS
 
 if TYPE_CHECKING:
     from kv_canary.forward import ForwardRequest

@@ -23,6 +23,7 @@ from kv_canary.drain import Findings
 from kv_canary.host import send
 from kv_canary.pools import BufferGroup, KvPool
 from kv_canary.specs.structures import VerifyPlan, WritePlan
+from kv_canary.specs.violation_row import ViolationRow
 from kv_canary.state import anchor_of
 from kv_canary.sweep import CachedSlots
 from kv_canary.transfer import write_aside
@@ -132,11 +133,11 @@ class Unverified:
         """Return what was drained less what was found only because a slot is a gap, or was one a moment ago."""
         pools = {
             tag: [p for p in self._marked if any(g.pool is p for g in groups if tag in g.tags)]
-            for tag in {words[0] for words in findings.rows if words[1] == Reason.NEVER_WRITTEN}
+            for tag in {row.tag for row in findings.rows if row.reasons == Reason.NEVER_WRITTEN}
         }
         if not any(pools.values()):
             return findings
-        rows = [words for words in findings.rows if not self._is_gap(pools.get(words[0], ()), words)]
+        rows = [row for row in findings.rows if not self._is_gap(pools.get(row.tag, ()), row)]
         count = len(findings.rows) - len(rows)
         if not count:
             return findings
@@ -147,10 +148,10 @@ class Unverified:
         total = findings.total - count if rows else 0
         return dataclasses.replace(findings, rows=rows, total=total)
 
-    def _is_gap(self, pools: Sequence[KvPool], words: Sequence[int]) -> bool:
+    def _is_gap(self, pools: Sequence[KvPool], row: ViolationRow) -> bool:
         """Whether a violation row says no more than that a gap has no record."""
-        slot = words[2]
-        return words[1] == Reason.NEVER_WRITTEN and any(
+        slot = row.slot
+        return row.reasons == Reason.NEVER_WRITTEN and any(
             0 < slot < len(self._marks[pool]) and bool(self._marks[pool][slot] & (_GAP | _TAKEN)) for pool in pools
         )
 

@@ -16,6 +16,7 @@ import torch
 from kv_canary import ops
 from kv_canary.constants import ANCHOR, Reason, Tag
 from kv_canary.specs.structures import Endpoint, KvSource, VerifyPlan, ViolationLog, WritePlan
+from kv_canary.specs.violation_row import ViolationRow
 
 # Seconds that a process may take; Triton compiles three kernels in it.
 TIMEOUT = 300
@@ -111,7 +112,7 @@ def _verify_twice(backend: str, device: torch.device) -> tuple[int, list[tuple[i
     k[2, 3] ^= 1
     verify()
     rows = log.ring[healthy : int(log.count)].tolist()
-    return healthy, [(words[2], words[1]) for words in rows]
+    return healthy, [(row.slot, row.reasons) for row in map(ViolationRow._make, rows)]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from kv_canary.pools import BufferGroup
 from kv_canary.reports.members import BYTES, CONTENT, Member
 from kv_canary.reports.report import StoredRecord, ViolationReport
 from kv_canary.specs.structures import KvSource
+from kv_canary.specs.violation_row import ViolationRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class Circumstances:
 
 def cause_of_one(
     reasons: Reason,
-    words: Sequence[int],
+    row: ViolationRow,
     record: StoredRecord | None,
     request_id: str | None,
     group: BufferGroup,
@@ -40,7 +41,7 @@ def cause_of_one(
     is_write: bool,
 ) -> str:
     """Guess the cause of one violation from its reasons."""
-    position = words[4]
+    position = row.position
     if Reason.PREFIX in reasons:
         return (
             "the row's cached prefix is not this request's own: a stale or wrong prefix hit, or a table row that "
@@ -49,7 +50,7 @@ def cause_of_one(
     if Reason.SLOT_RANGE in reasons:
         if is_write:
             return "the forward was told to write outside the pool"
-        if words[2] == BAD_SLOT:
+        if row.slot == BAD_SLOT:
             return "the table or the LUT holds an index that no pool has"
         return "the table holds a slot outside the pool"
     if Reason.WRITE_POSITION in reasons and record is not None:
@@ -72,7 +73,7 @@ def cause_of_one(
     if record is None:
         return "unknown"
     if not reasons & CONTENT:
-        if _zeroed(reasons, record, words[10], group):
+        if _zeroed(reasons, record, row.observed_kv, group):
             return "the bytes are all zero: the slot or its page was zeroed after it was written"
         return "the K/V bytes changed after they were written: a stray write, a copy race or memory corruption"
     foreign = record.request_id != request_id or record.request_id is None
@@ -216,7 +217,7 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def _zeroed_member(member: Member, group: BufferGroup) -> bool:
-    return _zero_at(member.reasons, member.stored_position, member.words[10], group)
+    return _zero_at(member.reasons, member.stored_position, member.first.observed_kv, group)
 
 
 def _zeroed(reasons: Reason, record: StoredRecord, observed: int, group: BufferGroup) -> bool:

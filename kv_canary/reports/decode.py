@@ -12,6 +12,7 @@ from kv_canary.pools import BufferGroup
 from kv_canary.redact import Redactor
 from kv_canary.reports.causes import cause_of_one
 from kv_canary.reports.report import StoredRecord, ViolationReport
+from kv_canary.specs.violation_row import ViolationRow
 
 # Only writes have these.
 WRITES = Reason.WRITE_TOKEN | Reason.WRITE_POSITION | Reason.OVERWRITE | Reason.PREFIX
@@ -53,33 +54,33 @@ class Decoder:
         """Return the groups whose launches carry `tag`; several where attention types differ in their window only."""
         return [g for g in self._groups if tag in (g.head_tag, g.tail_tag, g.sweep_tag)] or list(self._groups)
 
-    def decode(self, words: Sequence[int]) -> ViolationReport:
-        """Decode one violation row of 16 words; see the data layout in docs/data-layout.md."""
-        tag, reasons = Tag(words[0]), Reason(words[1])
-        groups = _holders(self.groups_of(tag), words)
+    def decode(self, row: ViolationRow) -> ViolationReport:
+        """Decode one violation row."""
+        tag, reasons = Tag(row.tag), Reason(row.reasons)
+        groups = _holders(self.groups_of(tag), row)
         if self.redactor is not None:
-            words = self.redactor.row(words)
-        request_id = self.name_of_row(words[12], words[3])
+            row = self.redactor.row(row)
+        request_id = self.name_of_row(row.step, row.row)
         record = None
-        if any(words[i] for i in (5, 7, 9, 11)) and not reasons & (Reason.NEVER_WRITTEN | Reason.UNMAPPED):
-            record = self.record(words[5], words[7], words[9], words[11])
-        writing = is_write(words)
+        if row.has_record and not reasons & (Reason.NEVER_WRITTEN | Reason.UNMAPPED):
+            record = self.record(row.identity, row.chain, row.kv, row.writer)
+        writing = is_write(row)
         report: dict[str, Any] = {
             "reasons": reason_names(reasons),
             "tag": tag.name,
-            "step": words[12],
+            "step": row.step,
             "group": " or ".join(g.name for g in groups),
-            "slot": words[2],
-            "row": words[3],
+            "slot": row.slot,
+            "row": row.row,
             "request_id": request_id,
-            "position": words[4],
+            "position": row.position,
             "record": record,
-            "expected_token": words[6] if words[6] >= 0 else None,
-            "expected_chain": words[8] & MASK64 if words[8] else None,
-            "observed_kv": words[10] & MASK64 if words[10] else None,
-            "previous_slot": words[13],
+            "expected_token": row.token if row.token >= 0 else None,
+            "expected_chain": row.expected_chain & MASK64 if row.expected_chain else None,
+            "observed_kv": row.observed_kv & MASK64 if row.observed_kv else None,
+            "previous_slot": row.previous,
             "places": _places(groups[0], reasons, record),
-            "cause": cause_of_one(reasons, words, record, request_id, groups[0], is_write=writing),
+            "cause": cause_of_one(reasons, row, record, request_id, groups[0], is_write=writing),
         }
         return ViolationReport(**report, sentence=_sentence(report, writing))
 
@@ -98,22 +99,22 @@ class Decoder:
         )
 
 
-def _holders(groups: list[BufferGroup], words: Sequence[int]) -> list[BufferGroup]:
+def _holders(groups: list[BufferGroup], row: ViolationRow) -> list[BufferGroup]:
     """Return those of `groups` in whose pool the slot still has the record of a violation row; if none, all of them.
 
     Groups over the same slots share their tags: a draft model's and the target's, a cache's data and its scales.
     """
-    slot, record = words[2], [words[i] for i in (5, 7, 9)]
+    slot, record = row.slot, [row.identity, row.chain, row.kv]
     if len(groups) == 1 or not any(record):
         return groups
     pools = {g: g.pool.records for g in groups if 0 <= slot < len(g.pool.records)}
     return [g for g, records in pools.items() if records[slot, :3].tolist() == record] or groups
 
 
-def is_write(words: Sequence[int]) -> bool:
+def is_write(row: ViolationRow) -> bool:
     """Whether a violation row was found by a write."""
     # Only writes name an owner, which adapters number from 1.
-    return bool(Reason(words[1]) & WRITES) or words[14] != 0
+    return bool(Reason(row.reasons) & WRITES) or row.owner != 0
 
 
 @functools.lru_cache(maxsize=1024)

@@ -21,6 +21,7 @@ from kv_canary.reports.incidents import Incident, IncidentBook, goes_on
 from kv_canary.reports.neighbourhood import Looker, Neighbourhood, slots_of
 from kv_canary.reports.report import ViolationReport
 from kv_canary.reports.versions import versions
+from kv_canary.specs.violation_row import ViolationRow
 
 if TYPE_CHECKING:
     from kv_canary.accounts import StepRecord
@@ -76,7 +77,7 @@ class IncidentDesk:
         return self._book.incidents()
 
     def take(
-        self, rows: Sequence[Sequence[int]], *, reports: Sequence[ViolationReport], total: int
+        self, rows: Sequence[ViolationRow], *, reports: Sequence[ViolationReport], total: int
     ) -> tuple[Incident, ...]:
         """Take in what was drained; return the incidents it belongs to. Whatever goes wrong here is logged, not raised.
 
@@ -95,7 +96,7 @@ class IncidentDesk:
             return ()
 
     def _take(
-        self, rows: Sequence[Sequence[int]], reports: Sequence[ViolationReport], total: int
+        self, rows: Sequence[ViolationRow], reports: Sequence[ViolationReport], total: int
     ) -> tuple[Incident, ...]:
         news = self._book.take(most_telling(rows, self._affordable(len(rows))))
         known = [number for number in news if self._book.knows(number)]
@@ -145,7 +146,7 @@ class IncidentDesk:
             more = f" ({held} more like it were held back)" if held else ""
             logger.error("kv-canary: %s%s", text(), more)
 
-    def _look(self, incident: Incident, rows: Sequence[Sequence[int]], *, saving: bool) -> None:
+    def _look(self, incident: Incident, rows: Sequence[ViolationRow], *, saving: bool) -> None:
         """Look around an incident and save it; what goes wrong is logged and goes no further."""
         number = incident.number
         timeline = None
@@ -167,19 +168,19 @@ class IncidentDesk:
         bundles.reserve()
         post(lambda: _save(bundles, bundle))
 
-    def _bundle(self, incident: Incident, rows: Sequence[Sequence[int]], timeline: Neighbourhood | None) -> Bundle:
+    def _bundle(self, incident: Incident, rows: Sequence[ViolationRow], timeline: Neighbourhood | None) -> Bundle:
         redactor = self._decoder.redactor
         positions, steps = (*incident.positions, *incident.followers), (incident.first_step, incident.last_step)
         mine = [
-            words
-            for words in rows
-            if Tag(words[0]).name in incident.tags and _within(words[12], [steps]) and _within(words[4], positions)
+            row
+            for row in rows
+            if Tag(row.tag).name in incident.tags and _within(row.step, [steps]) and _within(row.position, positions)
         ][:MOST_ROWS]
         return Bundle(
             written=utc_now(),
             incident=incident,
-            reports=tuple(self._decoder.decode(words) for words in mine),
-            rows=tuple(tuple(words) if redactor is None else redactor.row(words) for words in mine),
+            reports=tuple(self._decoder.decode(row) for row in mine),
+            rows=tuple(tuple(row if redactor is None else redactor.row(row)) for row in mine),
             timeline=timeline,
             config={name: _plain(value) for name, value in self._config.shown().items()},
             versions=versions(),
@@ -265,13 +266,13 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def most_telling(rows: Sequence[Sequence[int]], count: int) -> Sequence[Sequence[int]]:
+def most_telling(rows: Sequence[ViolationRow], count: int) -> Sequence[ViolationRow]:
     """Return up to `count` violation rows: first one of every kind (tag, reasons, row), then the rest, in order."""
     if len(rows) <= count:
         return rows
     first: dict[tuple[int, int, int], int] = {}
-    for index, words in enumerate(rows):
-        first.setdefault((words[0], words[1], words[3]), index)
+    for index, row in enumerate(rows):
+        first.setdefault((row.tag, row.reasons, row.row), index)
     leading = sorted(first.values())[:count]
     chosen = set(leading)
     rest = (i for i in range(len(rows)) if i not in chosen)

@@ -14,6 +14,7 @@ from kv_canary.reports.decode import Decoder, by_whom, details, is_write, reason
 from kv_canary.reports.members import CONTENT, Cluster, Kind, Member, clusters_of
 from kv_canary.reports.neighbourhood import Neighbourhood
 from kv_canary.reports.report import ViolationReport
+from kv_canary.specs.violation_row import ViolationRow
 
 # Incidents that are remembered; beyond that, the one not seen for longest is forgotten, and would be new again.
 MOST_REMEMBERED = 128
@@ -136,18 +137,18 @@ class IncidentBook:
         self._damages: OrderedDict[int, int] = OrderedDict()
         self._last = 0
 
-    def take(self, rows: Iterable[Sequence[int]]) -> dict[int, News]:
+    def take(self, rows: Iterable[ViolationRow]) -> dict[int, News]:
         """Take in violation rows; return the numbers of the incidents they belong to, and what is new of each.
 
         "new": not seen before; "grows": found in more slots; "again": found where it was found before.
         """
-        steps: dict[int, list[Sequence[int]]] = {}
-        for words in rows:
-            steps.setdefault(words[12], []).append(words)
+        steps: dict[int, list[ViolationRow]] = {}
+        for row in rows:
+            steps.setdefault(row.step, []).append(row)
         news: dict[int, News] = {}
         for step in sorted(steps):
             # The ring's order is free on a GPU. HEAD leads, and sweeps, whose row is 0, come last.
-            ordered = sorted(steps[step], key=lambda w: (w[3] == 0, w[3], w[4], w[0], w[2]))
+            ordered = sorted(steps[step], key=lambda r: (r.row == 0, r.row, r.position, r.tag, r.slot))
             for cluster in clusters_of(ordered):
                 opened, fresh = self._place(cluster, step)
                 before = news.get(opened.number)
@@ -232,8 +233,8 @@ class IncidentBook:
 
     def _begin(self, cluster: Cluster, step: int) -> _Open:
         leading = cluster.members[0]
-        groups = self._decoder.groups_of(leading.words[0])
-        first = self._decoder.decode(leading.words)
+        groups = self._decoder.groups_of(leading.first.tag)
+        first = self._decoder.decode(leading.first)
         slots = {m.slot for m in cluster.members}
         overwritten = next(
             (
@@ -274,7 +275,7 @@ class IncidentBook:
 def _is_behind(cluster: Cluster, opened: _Open) -> bool:
     """Whether nothing is wrong with a cluster but the chain, right behind a wrong entry of an incident."""
     leading = cluster.members[0]
-    after = leading.words[13] in opened.slots and leading.position - 1 in opened.positions
+    after = leading.first.previous in opened.slots and leading.position - 1 in opened.positions
     return leading.reasons == Reason.CHAIN and after and bool(opened.kind[1] & CONTENT)
 
 
@@ -317,7 +318,7 @@ def requests_text(names: Sequence[str], *, count: int | None = None, most: int =
 
 def _sentence(opened: _Open, positions: Ranges, slots: Ranges, followers: Ranges) -> str:
     first = opened.first
-    writing = is_write(opened.leading.words)
+    writing = is_write(opened.leading.first)
     names = opened.requests
     verb = "write" if writing else "read"
     text = f"incident {opened.number}: step {opened.first_step} {' + '.join(t.name for t in sorted(opened.tags))}: "

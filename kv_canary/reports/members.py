@@ -6,7 +6,8 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_canary.constants import MASK64, OWNER_BITS, OWNER_MASK, STEP_MASK, WRITER_WORD, Reason, Tag
+from kv_canary.constants import Reason, Tag
+from kv_canary.specs.violation_row import ViolationRow
 
 CONTENT = Reason.POSITION | Reason.TOKEN | Reason.CHAIN | Reason.PREFIX
 BYTES = Reason.K | Reason.V
@@ -24,48 +25,48 @@ class Member:
     """What was found of one slot and position of one row in one step.
 
     Args:
-        words: the first violation row.
+        first: the first violation row.
         reasons: of all its rows: TAIL may see other things than HEAD.
         tags: the launches that found it.
         count: its rows.
     """
 
-    words: tuple[int, ...]
+    first: ViolationRow
     reasons: Reason
     tags: tuple[Tag, ...]
     count: int
 
     @property
     def slot(self) -> int:
-        return self.words[2]
+        return self.first.slot
 
     @property
     def row(self) -> int:
-        return self.words[3]
+        return self.first.row
 
     @property
     def position(self) -> int:
-        return self.words[4]
+        return self.first.position
 
     @property
     def stored_position(self) -> int:
         """Position in the record that was read, or was about to be stored."""
-        return (self.words[5] & MASK64) >> 32
+        return self.first.stored_position
 
     @property
     def writer(self) -> int:
         """Owner in the record that was read, or is replaced."""
-        return self.words[8 + WRITER_WORD] & OWNER_MASK
+        return self.first.writer_owner
 
     @property
     def writer_step(self) -> int:
-        return ((self.words[8 + WRITER_WORD] & MASK64) >> OWNER_BITS) & STEP_MASK
+        return self.first.writer_step
 
     @functools.cached_property
     def kind(self) -> Kind:
         """What it has in common with others of one cause."""
         # Plain numbers: a drain may bring a thousand rows, at every step.
-        windowed, reasons = self.words[0] in _SWA, int(self.reasons)
+        windowed, reasons = self.first.tag in _SWA, int(self.reasons)
         rest = reasons & ~(_CONTENT | _BYTES)
         if rest:
             off = self.stored_position - self.position if rest & int(Reason.WRITE_POSITION) else 0
@@ -79,9 +80,8 @@ class Member:
     def damage(self) -> int:
         """A number that is the same where the same damage is found again, by whatever row or in whatever step."""
         row = -1 if self.is_shared else self.row
-        return hash(
-            (self.kind, self.slot, self.position, row, self.words[5], self.words[7], self.words[9], self.words[11])
-        )
+        first = self.first
+        return hash((self.kind, self.slot, self.position, row, first.identity, first.chain, first.kv, first.writer))
 
     @property
     def is_shared(self) -> bool:
@@ -108,7 +108,7 @@ class Cluster:
     count: int
 
 
-def clusters_of(rows: Sequence[Sequence[int]]) -> list[Cluster]:
+def clusters_of(rows: Sequence[ViolationRow]) -> list[Cluster]:
     """Return the clusters of the violation rows of one step; every row counts in exactly one."""
     by_row: dict[tuple[bool, int], list[Member]] = {}
     for member in _members(rows):
@@ -116,19 +116,19 @@ def clusters_of(rows: Sequence[Sequence[int]]) -> list[Cluster]:
     return [cluster for members in by_row.values() for cluster in _clusters_of_row(members)]
 
 
-def _members(rows: Sequence[Sequence[int]]) -> list[Member]:
+def _members(rows: Sequence[ViolationRow]) -> list[Member]:
     """Merge the rows on one (row, slot, position): HEAD, TAIL and a sweep may each find the same."""
     found: dict[tuple[bool, int, int, int], Member] = {}
-    for words in rows:
-        tag = Tag(words[0])
-        key = (tag in _SWA, words[3], words[2], words[4])
+    for row in rows:
+        tag = Tag(row.tag)
+        key = (tag in _SWA, row.row, row.slot, row.position)
         before = found.get(key)
         if before is None:
-            found[key] = Member(words=tuple(words), reasons=Reason(words[1]), tags=(tag,), count=1)
+            found[key] = Member(first=row, reasons=Reason(row.reasons), tags=(tag,), count=1)
         else:
             tags = before.tags if tag in before.tags else (*before.tags, tag)
-            reasons = before.reasons | Reason(words[1])
-            found[key] = Member(words=before.words, reasons=reasons, tags=tags, count=before.count + 1)
+            reasons = before.reasons | Reason(row.reasons)
+            found[key] = Member(first=before.first, reasons=reasons, tags=tags, count=before.count + 1)
     return list(found.values())
 
 
@@ -162,5 +162,5 @@ def _clusters_of_row(members: Sequence[Member]) -> list[Cluster]:
 
 def _leader(member: Member, at: dict[tuple[int, int], Member]) -> Member | None:
     """Return the wrong entry right before one that has nothing wrong but its chain; None where it has its own fault."""
-    before = at.get((member.words[13], member.position - 1)) if member.reasons == Reason.CHAIN else None
+    before = at.get((member.first.previous, member.position - 1)) if member.reasons == Reason.CHAIN else None
     return before if before is not None and before.reasons & CONTENT else None

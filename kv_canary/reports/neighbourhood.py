@@ -12,6 +12,7 @@ from kv_canary import ops
 from kv_canary.constants import BAD_SLOT, HEAD_OF_CHAIN, OWNER_BITS, OWNER_MASK, STEP_MASK, UNCHECKED, Reason, Tag
 from kv_canary.pools import BufferGroup
 from kv_canary.specs.structures import Endpoint, VerifyPlan, ViolationLog
+from kv_canary.specs.violation_row import ViolationRow
 from kv_canary.state import anchor_of
 
 if TYPE_CHECKING:
@@ -168,7 +169,8 @@ class Looker:
             counters=torch.zeros(len(Tag), 2, dtype=torch.int64, device=device),
             backend=self.backend,
         )
-        found = {(words[2], words[4]): Reason(words[1]) for words in log.ring[: min(int(log.count), n)].tolist()}
+        rows = [ViolationRow._make(words) for words in log.ring[: min(int(log.count), n)].tolist()]
+        found = {(row.slot, row.position): Reason(row.reasons) for row in rows}
         inside = [s if 0 < s < len(records) else 0 for s in slots]
         return tuple(
             self._neighbour(p, s, t, words if 0 < s < len(records) else [0] * 4, found.get((s, p), Reason(0)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kv_canary.specs.interface import KernelSpec, TensorSpec
+from kv_canary.specs.interface import ROW, KernelSpec, TensorSpec
 
 SPEC = KernelSpec(
     name="chain_tails",
@@ -17,7 +17,7 @@ SPEC = KernelSpec(
     arguments={
         "flat": TensorSpec(dtype=torch.int64, shape=("total",), doc="tokens of all requests"),
         "offsets": TensorSpec(dtype=torch.int64, shape=("bs+1",), doc="segment r is [offsets[r], offsets[r+1])"),
-        "rows": TensorSpec(dtype=torch.int64, shape=("bs",), doc="row of each request; 0 is padding"),
+        "rows": TensorSpec(dtype=torch.int64, shape=("bs",), index_of=ROW, doc="row of each request; 0 is padding"),
         "starts": TensorSpec(dtype=torch.int64, shape=("bs",), doc="position of each segment's first token"),
         "anchors": TensorSpec(
             dtype=torch.int64, shape=("num_rows",), optional=True, doc="chain(-1) of each row; None: ANCHOR"

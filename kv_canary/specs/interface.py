@@ -29,6 +29,11 @@ _REQUIRED = inspect.Parameter.empty
 _SYMBOL = re.compile(r"([a-z_][a-z_0-9]*)(?:\+(\d+))?$")
 
 
+# What values are indices of: slots of the pool, and rows of whatever has one for each request.
+SLOT: Mapping[str, int | None] = {"num_slots": None}
+ROW: Mapping[str, int | None] = dict.fromkeys(("num_rows", "token_rows", "num_anchors"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
     """A tensor argument.
@@ -42,6 +47,8 @@ class TensorSpec:
         with_: name of an argument that must be given exactly when this one is.
         row_strided: rows may lie further apart than their length; the innermost stride is 1 all the same.
         row_multiple: what the row stride must be a multiple of.
+        index_of: sizes that its values are indices along, by symbol: those of one column, or of all where that is None.
+            What is looked up in a LUT first is an index along "lut_len" where the call has one, else along "num_slots".
         doc: meaning, in a line.
     """
 
@@ -52,6 +59,7 @@ class TensorSpec:
     with_: str | None = None
     row_strided: bool = False
     row_multiple: int = 1
+    index_of: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
     doc: str = ""
 
 

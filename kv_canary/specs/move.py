@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kv_canary.constants import RECORD_WORDS
-from kv_canary.specs.interface import KernelSpec, ScalarSpec, TensorSpec, TensorsSpec
+from kv_canary.specs.interface import SLOT, KernelSpec, ScalarSpec, TensorSpec, TensorsSpec
 
 SPEC = KernelSpec(
     name="move",
@@ -15,8 +15,8 @@ SPEC = KernelSpec(
     where the source is out of range, slot 0, never written or retired. Destinations out of range are skipped.
     """,
     arguments={
-        "src": TensorSpec(dtype=torch.int64, shape=("n",), doc="slots copied from"),
-        "dst": TensorSpec(dtype=torch.int64, shape=("n",), doc="slots copied to"),
+        "src": TensorSpec(dtype=torch.int64, shape=("n",), index_of=SLOT, doc="slots copied from"),
+        "dst": TensorSpec(dtype=torch.int64, shape=("n",), index_of=SLOT, doc="slots copied to"),
         "owner": ScalarSpec(type=int, doc="serial number of the new owner"),
         "step": TensorSpec(dtype=torch.int64, shape=(1,), doc="step number, for the writer word"),
         "records": TensorsSpec(

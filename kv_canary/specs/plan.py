@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kv_canary.errors import must_be
-from kv_canary.specs.interface import KernelSpec, ScalarSpec, Sizes, StructSpec, TensorSpec
+from kv_canary.specs.interface import ROW, SLOT, KernelSpec, ScalarSpec, Sizes, StructSpec, TensorSpec
 from kv_canary.specs.structures import VerifyPlan, WritePlan
 
 
@@ -30,12 +30,16 @@ SPEC = KernelSpec(
     range is treated as padding and sets ROW_RANGE or LENGTH_RANGE. Slots that the tables cannot give become BAD_SLOT.
     """,
     arguments={
-        "rows": TensorSpec(dtype=torch.int64, shape=("bs",), doc="row of each request; 0 is padding"),
+        "rows": TensorSpec(dtype=torch.int64, shape=("bs",), index_of=ROW, doc="row of each request; 0 is padding"),
         "owners": TensorSpec(dtype=torch.int64, shape=("bs",), optional=True, doc="serial numbers; None: the rows"),
         "prefix_lens": TensorSpec(dtype=torch.int64, shape=("bs",), doc="tokens cached before this forward"),
         "extend_lens": TensorSpec(dtype=torch.int64, shape=("bs",), doc="tokens written by this forward"),
         "req_to_token": TensorSpec(
-            dtype=torch.int32, shape=("num_rows", "max_len"), row_strided=True, doc="slot of each position of a row"
+            dtype=torch.int32,
+            shape=("num_rows", "max_len"),
+            row_strided=True,
+            index_of={"lut_len": None, "num_slots": None},
+            doc="slot of each position of a row",
         ),
         "window": ScalarSpec(
             type=int, default=0, minimum=0, doc="cached positions the first new query may read; 0: all of them"
@@ -43,7 +47,9 @@ SPEC = KernelSpec(
         "after_write": ScalarSpec(
             type=bool, default=False, doc="plan what is still resident after this step in a ring of window + 1 slots"
         ),
-        "lut": TensorSpec(dtype=torch.int64, shape=("lut_len",), optional=True, doc="full slot -> SWA slot"),
+        "lut": TensorSpec(
+            dtype=torch.int64, shape=("lut_len",), optional=True, index_of=SLOT, doc="full slot -> SWA slot"
+        ),
         "expected_tokens": TensorSpec(
             dtype=torch.int32,
             shape=("token_rows", "token_len"),

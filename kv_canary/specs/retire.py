@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kv_canary.constants import RECORD_WORDS
-from kv_canary.specs.interface import KernelSpec, ScalarSpec, TensorSpec, TensorsSpec
+from kv_canary.specs.interface import SLOT, KernelSpec, ScalarSpec, TensorSpec, TensorsSpec
 
 SPEC = KernelSpec(
     name="retire",
@@ -15,7 +15,7 @@ SPEC = KernelSpec(
     the report. Slots out of range and slot 0 are skipped.
     """,
     arguments={
-        "slots": TensorSpec(dtype=torch.int64, shape=("n",), doc="slots freed"),
+        "slots": TensorSpec(dtype=torch.int64, shape=("n",), index_of=SLOT, doc="slots freed"),
         "owner": ScalarSpec(type=int, doc="serial number of who freed them"),
         "step": TensorSpec(dtype=torch.int64, shape=(1,), doc="step number, for the writer word"),
         "records": TensorsSpec(

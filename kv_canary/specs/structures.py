@@ -11,18 +11,10 @@ from typing import Any, Self
 
 import torch
 
-from kv_canary.constants import (
-    HEAD_OF_CHAIN,
-    RECORD_WORDS,
-    RESOLVED_WORDS,
-    RUN_ENTRIES,
-    RUN_WORDS,
-    UNCHECKED,
-    VIOLATION_WORDS,
-    Tag,
-)
+from kv_canary.constants import HEAD_OF_CHAIN, RECORD_WORDS, RESOLVED_WORDS, RUN_ENTRIES, RUN_WORDS, UNCHECKED, Tag
 from kv_canary.errors import must_be
-from kv_canary.specs.interface import TensorSpec, allocate_tensor
+from kv_canary.specs.interface import ROW, SLOT, TensorSpec, allocate_tensor
+from kv_canary.specs.violation_row import VIOLATION_WORDS
 
 
 def _tensor(dtype: torch.dtype, *shape: Any, doc: str, **options: Any) -> Any:
@@ -43,11 +35,15 @@ class _Allocates:
 class VerifyPlan(_Allocates):
     """Which records to verify, entry by entry; allocate with `verify_cap=`. The first `num_valid` entries count."""
 
-    slots: torch.Tensor = _tensor(torch.int64, "verify_cap", doc="slot of the entry, or BAD_SLOT")
-    prev_slots: torch.Tensor = _tensor(torch.int64, "verify_cap", doc="slot of the position before, or a slot code")
+    slots: torch.Tensor = _tensor(torch.int64, "verify_cap", index_of=SLOT, doc="slot of the entry, or BAD_SLOT")
+    prev_slots: torch.Tensor = _tensor(
+        torch.int64, "verify_cap", index_of=SLOT, doc="slot of the position before, or a slot code"
+    )
     positions: torch.Tensor = _tensor(torch.int64, "verify_cap", doc="expected position")
     tokens: torch.Tensor = _tensor(torch.int64, "verify_cap", doc="expected token, or -1: not checked")
-    rows: torch.Tensor = _tensor(torch.int32, "verify_cap", doc="row of the request that relies on the entry")
+    rows: torch.Tensor = _tensor(
+        torch.int32, "verify_cap", index_of=ROW, doc="row of the request that relies on the entry"
+    )
     num_valid: torch.Tensor = _tensor(torch.int32, 1, doc="entries written: min(num_requested, verify_cap)")
     num_requested: torch.Tensor = _tensor(torch.int64, 1, doc="entries the batch asked for")
 
@@ -62,10 +58,18 @@ class ResolvedSlots(_Allocates):
     """
 
     entries: torch.Tensor = _tensor(
-        torch.int32, "entry_cap", RESOLVED_WORDS, doc="slot, position; ~position where a run begins"
+        torch.int32,
+        "entry_cap",
+        RESOLVED_WORDS,
+        index_of={"num_slots": 0},
+        doc="slot, position; ~position where a run begins",
     )
     runs: torch.Tensor = _tensor(
-        torch.int32, "entry_cap", RUN_WORDS, doc="where a run begins: slot of the position before, request"
+        torch.int32,
+        "entry_cap",
+        RUN_WORDS,
+        index_of={"num_slots": 0, "bs": 1},
+        doc="where a run begins: slot of the position before, request",
     )
     num_valid: torch.Tensor = _tensor(torch.int32, 1, doc="entries written: min(num_requested, entry_cap)")
     num_requested: torch.Tensor = _tensor(torch.int64, 1, doc="entries the batch asked for")
@@ -96,11 +100,13 @@ class ResolvedSlots(_Allocates):
 class WritePlan(_Allocates):
     """Which segment of the flat inputs each request writes; allocate with `write_cap=`."""
 
-    rows: torch.Tensor = _tensor(torch.int64, "write_cap", doc="row, 0 for padding")
+    rows: torch.Tensor = _tensor(torch.int64, "write_cap", index_of=ROW, doc="row, 0 for padding")
     owners: torch.Tensor = _tensor(torch.int64, "write_cap", doc="serial number of the request")
     offsets: torch.Tensor = _tensor(torch.int64, "write_cap+1", doc="segment r is [offsets[r], offsets[r+1])")
     prefix_lens: torch.Tensor = _tensor(torch.int64, "write_cap", doc="tokens cached before this forward")
-    seed_slots: torch.Tensor = _tensor(torch.int64, "write_cap", doc="slot of the last cached token, or a slot code")
+    seed_slots: torch.Tensor = _tensor(
+        torch.int64, "write_cap", index_of=SLOT, doc="slot of the last cached token, or a slot code"
+    )
     num_requests: torch.Tensor = _tensor(torch.int32, 1, doc="requests in the plan, padding counted")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kv_canary.constants import Tag
-from kv_canary.specs.interface import KernelSpec, ScalarSpec, StructSpec, TensorSpec
+from kv_canary.specs.interface import ROW, KernelSpec, ScalarSpec, StructSpec, TensorSpec
 from kv_canary.specs.structures import Endpoint, ResolvedSlots, ViolationLog
 
 SPEC = KernelSpec(
@@ -16,7 +16,7 @@ SPEC = KernelSpec(
     (1, entries).
     """,
     arguments={
-        "rows": TensorSpec(dtype=torch.int64, shape=("bs",), doc="row of each request"),
+        "rows": TensorSpec(dtype=torch.int64, shape=("bs",), index_of=ROW, doc="row of each request"),
         "expected_tokens": TensorSpec(
             dtype=torch.int32,
             shape=("token_rows", "token_len"),

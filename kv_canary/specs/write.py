@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kv_canary.constants import Tag
-from kv_canary.specs.interface import KernelSpec, ScalarSpec, Sizes, StructSpec, TensorSpec
+from kv_canary.specs.interface import SLOT, KernelSpec, ScalarSpec, Sizes, StructSpec, TensorSpec
 from kv_canary.specs.structures import Endpoint, ViolationLog, WritePlan
 
 # Tokens of the smallest tile; the chain across tiles goes through `tile_sums`.
@@ -30,7 +30,9 @@ SPEC = KernelSpec(
         "write_plan": StructSpec(type=WritePlan, doc="segments, seeds and owners"),
         "input_ids": TensorSpec(dtype=torch.int64, shape=("num_tokens",), doc="tokens of the forward"),
         "positions": TensorSpec(dtype=torch.int64, shape=("num_tokens",), doc="their positions"),
-        "out_slots": TensorSpec(dtype=torch.int64, shape=("num_tokens",), doc="the slots they were written to"),
+        "out_slots": TensorSpec(
+            dtype=torch.int64, shape=("num_tokens",), index_of=SLOT, doc="the slots they were written to"
+        ),
         "endpoint": StructSpec(type=Endpoint, role="inout", doc="records and KV bytes"),
         "tails": TensorSpec(dtype=torch.int64, shape=("num_rows",), doc="chain of each row's prefix"),
         "step": TensorSpec(dtype=torch.int64, shape=(1,), doc="step number, for the writer word"),

@@ -15,12 +15,12 @@ import torch
 from hypothesis import given, settings
 
 import kv_canary as kc
-from kv_canary.constants import VIOLATION_WORDS
 from kv_canary.difftest.memory import room_for
 from kv_canary.difftest.runner import launch
 from kv_canary.difftest.strategies import cases
 from kv_canary.specs import get_spec
 from kv_canary.specs.interface import Leaf
+from kv_canary.specs.violation_row import VIOLATION_WORDS
 
 INT32_MAX = (1 << 31) - 1
 # Words of a violation row that hold a slot.

@@ -7,6 +7,7 @@ import torch
 
 import kv_canary as kc
 from kv_canary.reports import Decoder
+from kv_canary.specs.violation_row import ViolationRow
 
 from .engine import Engine, full_engine, make_pool
 
@@ -200,10 +201,8 @@ def decoder(groups: list[kc.BufferGroup] | None = None) -> Decoder:
     return Decoder(groups, name_of_row=lambda step, row: None, name_of_owner=lambda owner: None)
 
 
-def row(**words: int) -> list[int]:
-    names = ("tag", "reasons", "slot", "row", "position", "identity", "token", "chain", "expected_chain", "kv")
-    names += ("observed", "writer", "step", "previous", "owner", "rest")
-    return [words.get(name, -1 if name == "token" else 0) for name in names]
+def row(**words: int) -> ViolationRow:
+    return ViolationRow(**{"token": -1, **words})
 
 
 def test_a_swapped_input_id_is_called_that() -> None:
@@ -218,7 +217,7 @@ def test_a_swapped_input_id_is_called_that() -> None:
 
 def test_words_are_read_back_unsigned() -> None:
     words = row(
-        reasons=int(kc.Reason.K), identity=-1, chain=-2, kv=-3, writer=-1, observed=-4, expected_chain=-5, step=7
+        reasons=int(kc.Reason.K), identity=-1, chain=-2, kv=-3, writer=-1, observed_kv=-4, expected_chain=-5, step=7
     )
     report = decoder().decode(words)
     record = report.record
@@ -241,8 +240,7 @@ def test_of_two_groups_behind_one_tag_the_one_that_still_holds_the_record_is_nam
     groups = [kc.BufferGroup(name=name, pool=pool) for name, pool in zip(("full", "draft"), pools, strict=True)]
     pools[0].records[3] = torch.tensor([7, 8, 9, 10])
     pools[1].records[3] = torch.tensor([7, 8, 11, 10])
-    words = row(tag=kc.Tag.HEAD_FULL, reasons=kc.Reason.K, slot=3, position=0)
-    words[5], words[7], words[9] = 7, 8, 11
+    words = row(tag=kc.Tag.HEAD_FULL, reasons=kc.Reason.K, slot=3, position=0, identity=7, chain=8, kv=11)
     assert decoder(groups).decode(words).group == "draft"
     # Written anew since then: either may have held it.
     pools[1].records[3] = 0

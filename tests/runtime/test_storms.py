@@ -17,6 +17,7 @@ from kv_canary.observers.events import EventLog
 from kv_canary.ratelimit import RateLimit
 from kv_canary.reports.decode import Decoder
 from kv_canary.reports.incidents import MOST_DAMAGES, MOST_KNOWN_NAMES, MOST_NAMES, IncidentBook
+from kv_canary.specs.violation_row import ViolationRow
 
 from .engine import full_engine, make_pool
 from .test_events import events
@@ -103,20 +104,22 @@ def test_ten_thousand_violations_a_step_cost_less_than_five_milliseconds(
     assert len(manager.reports) == 16 * len([t for t in times if t]) or len(manager.reports) <= 1024
 
 
-def words_of(*, step: int, row: int, slot: int = 7, position: int = 3) -> list[int]:
+def row_of(*, step: int, row: int, slot: int = 7, position: int = 3) -> ViolationRow:
     """Return a violation row: a bit of K of a slot, found by a request in `row`."""
-    words = [0] * 16
-    words[0], words[1], words[2], words[3], words[4] = Tag.HEAD_FULL, Reason.K, slot, row, position
-    words[5], words[6], words[7], words[9], words[10], words[11], words[12] = (
-        (position << 32) | 5,
-        5,
-        11,
-        12,
-        13,
-        9,
-        step,
+    return ViolationRow(
+        tag=Tag.HEAD_FULL,
+        reasons=Reason.K,
+        slot=slot,
+        row=row,
+        position=position,
+        identity=(position << 32) | 5,
+        token=5,
+        chain=11,
+        kv=12,
+        observed_kv=13,
+        writer=9,
+        step=step,
     )
-    return words
 
 
 def test_an_incident_that_goes_on_for_ever_stays_small() -> None:
@@ -131,7 +134,7 @@ def test_an_incident_that_goes_on_for_ever_stays_small() -> None:
     # Every step new requests read the bad slot; the decoder is asked for a name once for each cluster.
     times = []
     for step in range(1, 4001):
-        rows = [words_of(step=step, row=row) for row in range(1, 9)]
+        rows = [row_of(step=step, row=row) for row in range(1, 9)]
         times.append(seconds_of(lambda rows=rows: book.take(rows)))
     (incident,) = book.incidents()
     assert len(incident.requests) == MOST_NAMES
@@ -152,7 +155,7 @@ def test_a_request_that_comes_again_is_counted_once() -> None:
     )
     book = IncidentBook(decoder, arrived=lambda step, row: 1)
     for step in range(1, 50):
-        book.take([words_of(step=step, row=row) for row in range(1, 41)])
+        book.take([row_of(step=step, row=row) for row in range(1, 41)])
     (incident,) = book.incidents()
     assert (len(incident.requests), incident.num_requests, incident.count) == (16, 40, 49 * 40)
 
@@ -166,7 +169,7 @@ def test_places_of_damage_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     book = IncidentBook(decoder, arrived=lambda step, row: 1)
     for step in range(1, 200):
-        book.take([words_of(step=step, row=1, slot=step, position=step)])
+        book.take([row_of(step=step, row=1, slot=step, position=step)])
     assert len(book._damages) == 100 < MOST_DAMAGES
     assert len(book.incidents()) == 1
 
