@@ -10,6 +10,7 @@ import torch
 import kv_canary as kc
 from kv_canary.reports import Decoder, Incident, desk
 from kv_canary.reports.incidents import IncidentBook, goes_on, ranges, ranges_text
+from kv_canary.specs.violation_row import ViolationRow
 from kv_canary.sweep import CachedSlots
 
 from .engine import BYTES, LAYERS, Engine, full_engine, make_pool
@@ -246,11 +247,18 @@ def test_a_follower_that_is_found_later_than_its_leader_belongs_to_it() -> None:
     )
     book = IncidentBook(decoder, arrived=lambda step, row: None)
 
-    def row(step: int, reasons: kc.Reason, position: int, stored: int) -> list[int]:
-        words = [0] * 16
-        words[1:5] = [int(reasons), 20 + position, 1, position]
-        words[5], words[7], words[11], words[12], words[13] = stored << 32 | 7, 5, 3 << 24 | 1, step, 19 + position
-        return words
+    def row(step: int, reasons: kc.Reason, position: int, stored: int) -> ViolationRow:
+        return ViolationRow(
+            reasons=int(reasons),
+            slot=20 + position,
+            row=1,
+            position=position,
+            identity=stored << 32 | 7,
+            chain=5,
+            writer=3 << 24 | 1,
+            step=step,
+            previous=19 + position,
+        )
 
     # A strided canary verifies blocks of 16 in turn.
     assert book.take([row(4, kc.Reason.POSITION, 15, 3)]) == {1: "new"}
