@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kv_canary import ops
-    from kv_canary.accounts import CanarySummary
     from kv_canary.backends import register, use_backend
     from kv_canary.capacities import CanaryLaunchCapacities, CanaryLimits
     from kv_canary.config import CanaryConfig
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from kv_canary.ranks import RankGroup, RankReport, RankViolationError
     from kv_canary.reports import CanaryViolationError, Incident, ViolationReport
     from kv_canary.specs.structures import Endpoint, KvSource, ResolvedSlots, VerifyPlan, ViolationLog, WritePlan
+    from kv_canary.summary import CanarySummary
     from kv_canary.sweep import CachedSlots
 
 __version__ = "0.1.0"
@@ -82,7 +82,7 @@ __all__ = [
 
 # Where each name comes from, but for `ops`, which is a module.
 _MODULES: dict[str, tuple[str, ...]] = {
-    "kv_canary.accounts": ("CanarySummary",),
+    "kv_canary.summary": ("CanarySummary",),
     "kv_canary.backends": (
         "register",
         "use_backend",

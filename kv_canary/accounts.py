@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,74 +23,10 @@ from kv_canary.reports import CanaryViolationError, Decoder, Incident, Violation
 from kv_canary.reports.decode import reason_names
 from kv_canary.reports.desk import IncidentDesk, most_telling
 from kv_canary.rows import OwnerNames
+from kv_canary.summary import RECENT_STEPS, CanaryStatus, CanarySummary
 
 # Steps that are remembered, so that a report can name the request.
 REMEMBERED_STEPS = 64
-# Steps for which something incomplete leaves the status degraded.
-RECENT_STEPS = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class CanarySummary:
-    """What the canary has done so far, as of the last drained step.
-
-    Args:
-        status: "disabled": no step yet, or the canary is off; "stale": launches are missing, so that the canary sees
-            less than it seems to; "degraded": some of the last RECENT_STEPS steps went by unwatched or were verified in
-            part, or the ranks are not compared; else "healthy".
-        steps: steps begun.
-        positions_relied_on: cached positions that forwards were about to read.
-        positions_verified: those of them that were checked before.
-        violations: found and reported, or counted where there were too many to report.
-        discarded: found in rows whose result the engine threw away.
-        uncovered: positions that came from elsewhere and were fingerprinted on arrival: what befell their bytes on the
-            way cannot be seen.
-        reasons: violations by reason.
-        launches: launches by tag.
-        stride: how many steps a cached position waits for its turn at most.
-        incomplete: plans that left something out, by status bit.
-        skipped: forwards that went by unwatched: nobody could describe them, or the canary failed in them.
-        unverified: positions that were taken in anew where such a forward had written.
-        failures: what went wrong inside the canary and was contained, by part and kind of exception.
-        dropped: log lines, events and bundles of this process that were dropped, because nobody took them in time.
-    """
-
-    status: str
-    steps: int = 0
-    positions_relied_on: int = 0
-    positions_verified: int = 0
-    violations: int = 0
-    discarded: int = 0
-    uncovered: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)
-    launches: dict[str, int] = field(default_factory=dict)
-    stride: int = 1
-    incomplete: dict[str, int] = field(default_factory=dict)
-    skipped: int = 0
-    unverified: int = 0
-    failures: dict[str, int] = field(default_factory=dict)
-    dropped: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the summary as JSON-ready values."""
-        return asdict(self)
-
-    def __add__(self, other: CanarySummary) -> CanarySummary:
-        """Return the summary of two canaries together; they are as well as the worse of them."""
-        sums: dict[str, Any] = {}
-        for name in (f.name for f in fields(self)):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            sums[name] = dict(Counter(mine) + Counter(theirs)) if isinstance(mine, dict) else None
-            if isinstance(mine, int):
-                sums[name] = mine + theirs
-        sums["status"] = max(self.status, other.status, key=_STATUSES.index)
-        # A stride is no count, and what was dropped is of the whole process.
-        sums["stride"], sums["dropped"] = max(self.stride, other.stride), max(self.dropped, other.dropped)
-        return CanarySummary(**sums)
-
-
-# From good to bad.
-_STATUSES = ("disabled", "healthy", "degraded", "stale")
 
 
 @dataclass(kw_only=True)
@@ -276,7 +212,7 @@ class Accounts:
         for status, count in self._statuses.items():
             incomplete.update({bit.name or str(bit): count for bit in Status if bit in status})
         return CanarySummary(
-            status=self._status() if steps or skipped else "disabled",
+            status=self._status() if steps or skipped else CanaryStatus.DISABLED,
             steps=steps,
             positions_relied_on=self._relied_on,
             positions_verified=self._verified,
@@ -298,12 +234,14 @@ class Accounts:
         newest = self._steps[-1] if self._steps else StepRecord(number=0)
         return self.summary(steps=newest.number, counters=self._counters, stride=newest.stride).as_dict()
 
-    def _status(self) -> str:
+    def _status(self) -> CanaryStatus:
         newest = self._steps[-1].number if self._steps else 0
         if self._guard.take_touched():
             self._last_trouble = newest
         recent = self._last_trouble is not None and newest - self._last_trouble < RECENT_STEPS
-        return "stale" if self._missing else "degraded" if recent or self._apart else "healthy"
+        if self._missing:
+            return CanaryStatus.STALE
+        return CanaryStatus.DEGRADED if recent or self._apart else CanaryStatus.HEALTHY
 
     def _take_step(self, words: StepWords) -> StepFacts:
         self._counters = words.counters

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from kv_canary import ops, output
-from kv_canary.accounts import Accounts, CanarySummary, StepRecord
+from kv_canary.accounts import Accounts, StepRecord
 from kv_canary.backends import select_backend
 from kv_canary.budget import Budget
 from kv_canary.calibration import measure_cost
@@ -32,6 +32,7 @@ from kv_canary.reports import CanaryViolationError, Incident, ViolationReport
 from kv_canary.rows import OwnerNames
 from kv_canary.specs.structures import Endpoint
 from kv_canary.state import CanaryDeviceState
+from kv_canary.summary import CanarySummary
 from kv_canary.sweep import CachedSlots, Sweeper
 from kv_canary.unverified import Unverified
 

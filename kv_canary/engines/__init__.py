@@ -6,11 +6,11 @@ import dataclasses
 import importlib
 from typing import Any, Protocol
 
-from kv_canary.accounts import CanarySummary
 from kv_canary.backends import active_backend
 from kv_canary.config import CanaryConfig
 from kv_canary.errors import must_be
 from kv_canary.reports import ViolationReport
+from kv_canary.summary import CanarySummary
 
 # The top-level package that an engine's objects come from, and the adapter for them.
 _ADAPTERS = {"transformers": "kv_canary.engines.transformers"}

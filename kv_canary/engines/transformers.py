@@ -17,7 +17,6 @@ from typing import Any
 import transformers
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-from kv_canary.accounts import CanarySummary
 from kv_canary.config import CanaryConfig
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.transformers_layouts import Layout, layout_class
@@ -28,6 +27,7 @@ from kv_canary.identity import Identity
 from kv_canary.manager import CanaryManager
 from kv_canary.output import logger
 from kv_canary.reports import CanaryViolationError, ViolationReport
+from kv_canary.summary import CanaryStatus, CanarySummary
 
 OnReport = Callable[[ViolationReport], None]
 
@@ -77,7 +77,7 @@ class TransformersCanary:
         # Weak, so that a manager and its memory go when the caller lets go of it.
         self._watches: weakref.WeakSet[_Watch] = weakref.WeakSet()
         # What is left of caches that are gone.
-        self._past = CanarySummary(status="disabled")
+        self._past = CanarySummary(status=CanaryStatus.DISABLED)
         self._past_reports: deque[ViolationReport] = deque(maxlen=1024)
         self._errors: deque[CanaryViolationError] = deque()
         if config.mode == "off":
@@ -112,7 +112,7 @@ class TransformersCanary:
         for session in self._sessions:
             total = total + session.manager.summary()
         if self.guard.failures:
-            total = total + CanarySummary(status="degraded", failures=dict(self.guard.failures))
+            total = total + CanarySummary(status=CanaryStatus.DEGRADED, failures=dict(self.guard.failures))
         return total
 
     def flush(self) -> None:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kv_canary.forward import ForwardBatch, SingleForwardManager
     from kv_canary.ranks import RankReport
     from kv_canary.reports import ViolationReport
+    from kv_canary.summary import CanaryStatus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class StepFacts:
     """
 
     step: int
-    status: str
+    status: CanaryStatus
     requests: int
     relied_on: int
     verified: int

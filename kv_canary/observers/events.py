@@ -18,6 +18,7 @@ from kv_canary.observers.base import Observer, StepFacts
 from kv_canary.observers.overflow import names_of
 from kv_canary.output import logger, post
 from kv_canary.ratelimit import RateLimit
+from kv_canary.summary import CanaryStatus
 
 if TYPE_CHECKING:
     from kv_canary.ranks import RankReport
@@ -71,7 +72,7 @@ class EventLog(Observer):
         self._now, self._clock = now, clock
         # Used by the output thread alone: lines lost, and until when nothing is tried.
         self._lost, self._pauses_until = 0, 0.0
-        self._status = "disabled"
+        self._status = CanaryStatus.DISABLED
         self._steps = self._violations = 0
         settings = config.shown()
         try:

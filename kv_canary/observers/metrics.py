@@ -22,6 +22,7 @@ from kv_canary.errors import must_be
 from kv_canary.observers.base import Observer, StepFacts
 from kv_canary.observers.metrics_server import ADDRESS, MetricsServer
 from kv_canary.observers.overflow import names_of
+from kv_canary.summary import CanaryStatus
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from kv_canary.forward import ForwardBatch, SingleForwardManager
     from kv_canary.ranks import RankReport
     from kv_canary.reports import ViolationReport
-
-STATUSES = ("disabled", "healthy", "stale", "degraded")
 
 # A label's values, and the number that stands there.
 _Sample = tuple[tuple[str, ...], float]
@@ -97,9 +96,9 @@ def _one(value: float) -> list[_Sample]:
 
 
 def _status(totals: _Totals) -> Iterator[_Sample]:
-    current = "disabled" if totals.facts is None else totals.facts.status
-    for status in STATUSES:
-        yield (status,), float(status == current)
+    current = CanaryStatus.DISABLED if totals.facts is None else totals.facts.status
+    for status in CanaryStatus:
+        yield (status.value,), float(status == current)
 
 
 METRICS = (

@@ -12,9 +12,9 @@ import torch
 
 import kv_canary as kc
 from kv_canary import ops
-from kv_canary.accounts import RECENT_STEPS
 from kv_canary.drain import Drain
 from kv_canary.observers import Observer
+from kv_canary.summary import RECENT_STEPS
 from kv_canary.unverified import Unverified
 
 from .engine import Engine, Request, full_engine, make_pool

@@ -26,6 +26,7 @@ from kv_canary.manager import CanaryManager
 from kv_canary.output import logger
 from kv_canary.pools import BufferGroup
 from kv_canary.reports import CanaryViolationError
+from kv_canary.summary import CanaryStatus
 from kv_canary.sweep import CachedSlots
 
 _current: Session | None = None
@@ -228,7 +229,7 @@ class Session:
         """Return what the canary has done, which hooks are live, and what it could not follow; JSON-ready."""
         summary = self.manager.summary().as_dict()
         if self.off:
-            summary["status"] = "disabled"
+            summary["status"] = CanaryStatus.DISABLED
         return {
             **summary,
             "left_out": dict(self.left_out),

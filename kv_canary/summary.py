@@ -1,0 +1,81 @@
+"""The summary of a canary: what it has done so far, and how well it sees."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+# Steps for which something incomplete leaves the status degraded.
+RECENT_STEPS = 64
+
+
+class CanaryStatus(StrEnum):
+    """How well a canary sees, from good to bad."""
+
+    #: No step yet, or the canary is off.
+    DISABLED = "disabled"
+    #: Every step was verified whole.
+    HEALTHY = "healthy"
+    #: Some of the last `RECENT_STEPS` steps went by unwatched or were verified in part, or the ranks are not compared.
+    DEGRADED = "degraded"
+    #: Launches are missing, so that the canary sees less than it seems to.
+    STALE = "stale"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanarySummary:
+    """What the canary has done so far, as of the last drained step.
+
+    Args:
+        status: how well the canary sees.
+        steps: steps begun.
+        positions_relied_on: cached positions that forwards were about to read.
+        positions_verified: those of them that were checked before.
+        violations: found and reported, or counted where there were too many to report.
+        discarded: found in rows whose result the engine threw away.
+        uncovered: positions that came from elsewhere and were fingerprinted on arrival: what befell their bytes on the
+            way cannot be seen.
+        reasons: violations by reason.
+        launches: launches by tag.
+        stride: how many steps a cached position waits for its turn at most.
+        incomplete: plans that left something out, by status bit.
+        skipped: forwards that went by unwatched: nobody could describe them, or the canary failed in them.
+        unverified: positions that were taken in anew where such a forward had written.
+        failures: what went wrong inside the canary and was contained, by part and kind of exception.
+        dropped: log lines, events and bundles of this process that were dropped, because nobody took them in time.
+    """
+
+    status: CanaryStatus
+    steps: int = 0
+    positions_relied_on: int = 0
+    positions_verified: int = 0
+    violations: int = 0
+    discarded: int = 0
+    uncovered: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    launches: dict[str, int] = field(default_factory=dict)
+    stride: int = 1
+    incomplete: dict[str, int] = field(default_factory=dict)
+    skipped: int = 0
+    unverified: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+    dropped: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the summary as JSON-ready values."""
+        return {**asdict(self), "status": self.status.value}
+
+    def __add__(self, other: CanarySummary) -> CanarySummary:
+        """Return the summary of two canaries together; they are as well as the worse of them."""
+        sums: dict[str, Any] = {}
+        for name in (f.name for f in fields(self)):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            sums[name] = dict(Counter(mine) + Counter(theirs)) if isinstance(mine, dict) else None
+            if isinstance(mine, int):
+                sums[name] = mine + theirs
+        sums["status"] = max(self.status, other.status, key=list(CanaryStatus).index)
+        # A stride is no count, and what was dropped is of the whole process.
+        sums["stride"], sums["dropped"] = max(self.stride, other.stride), max(self.dropped, other.dropped)
+        return CanarySummary(**sums)
