@@ -1,4 +1,4 @@
-"""A call taken apart and put together again: its numbers, sources and words; its weight; whether it is defined."""
+"""A call taken apart and put together again: its numbers, sources and words, and its weight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from kv_canary.difftest.memory import pack, unpack
-from kv_canary.reference.hashing import identity, walk_chains
 from kv_canary.specs.interface import KernelSpec, ScalarSpec, StructSpec
 from kv_canary.specs.structures import KvSource
 
@@ -38,17 +37,6 @@ def weigh(spec: KernelSpec, call: Mapping[str, Any]) -> tuple[int, int]:
             size += 1 + int(value).bit_length()
             magnitude += abs(int(value))
     return size, magnitude
-
-
-def is_defined(spec: KernelSpec, call: Mapping[str, Any]) -> bool:
-    """Whether the outcome of a bound call is defined, as far as its op is known here."""
-    if spec.name == "move":
-        return _distinct(call["dst"], call["records"][0].shape[0])
-    if spec.name == "scatter_token_ids":
-        return _distinct(call["rows"], call["pool"].shape[0])
-    if spec.name == "chain_tails":
-        return _distinct(call["rows"], call["tails"].shape[0])
-    return spec.name != "write" or _write_is_defined(call)
 
 
 def digest(spec: KernelSpec, call: Mapping[str, Any]) -> bytes:
@@ -149,31 +137,3 @@ def with_columns(source: KvSource, kept: torch.Tensor) -> KvSource:
     if any(x.dim() != 2 or x.element_size() != 1 for x in source.layers):
         return source
     return dataclasses.replace(source, layers=tuple(relaid(x[:, kept], x) for x in source.layers))
-
-
-def _write_is_defined(call: Mapping[str, Any]) -> bool:
-    """Whether no row comes twice, and no slot but for the same record by the same owner."""
-    plan, tails, ids, positions = call["write_plan"], call["tails"], call["input_ids"], call["positions"]
-    count = min(max(int(plan.num_requests), 0), len(plan.rows))
-    if not _distinct(plan.rows[:count], len(tails)):
-        return False
-    offsets, slots = plan.offsets.tolist(), call["out_slots"].tolist()
-    stored: dict[int, tuple[int, int, int]] = {}
-    for r, row in enumerate(plan.rows[:count].tolist()):
-        if not 0 < row < len(tails):
-            continue
-        first, last = max(offsets[r], 0), min(offsets[r + 1], len(ids))
-        if first >= last:
-            continue
-        identities = identity(ids[first:last], positions[first:last])
-        chains = walk_chains(tails[row : row + 1], torch.tensor([last - first]), identities).tolist()
-        for slot, ident, chain in zip(slots[first:last], identities.tolist(), chains, strict=True):
-            record = (ident, chain, int(plan.owners[r]))
-            if 0 < slot < len(call["endpoint"].records) and stored.setdefault(slot, record) != record:
-                return False
-    return True
-
-
-def _distinct(values: torch.Tensor, end: int) -> bool:
-    inside = values[(values > 0) & (values < end)]
-    return len(inside.unique()) == len(inside)

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from kv_canary.constants import OWNER_MASK, RECORD_WORDS, RESOLVED_WORDS, Reason, Status, Tag
+from kv_canary.constants import BAD_SLOT, HEAD_OF_CHAIN, OWNER_MASK, UNCHECKED, Reason
 from kv_canary.difftest.casefile import CaseFile
 from kv_canary.difftest.runner import violation_logs
 from kv_canary.difftest.trace import writes_to
-from kv_canary.specs.interface import KernelSpec, Leaf
+from kv_canary.specs.interface import KernelSpec, Leaf, TensorSpec
+from kv_canary.specs.structures import RECORDS
 from kv_canary.specs.violation_row import VIOLATION_WORDS, ViolationRow
 
 MOST = 20
@@ -27,11 +28,17 @@ _RECORD_WORDS = {
     "writer": "WRITER",
 }
 
-RECORD_FIELDS = ("IDENTITY", "CHAIN", "KV", "WRITER")
-# The words of an entry that verify_prefixes resolved, and of where a run begins.
-ENTRY_FIELDS = ("slot", "position")
-RUN_FIELDS = ("slot of the position before", "request")
-SLOT_CODES = {-1: "HEAD_OF_CHAIN", -2: "UNCHECKED", -3: "BAD_SLOT"}
+RECORD_FIELDS = RECORDS.columns
+SLOT_CODES = {HEAD_OF_CHAIN: "HEAD_OF_CHAIN", UNCHECKED: "UNCHECKED", BAD_SLOT: "BAD_SLOT"}
+# What stands at an index along a size.
+_NOUNS = {
+    "verify_cap": "entry",
+    "entry_cap": "entry",
+    "write_cap": "request",
+    "bs": "request",
+    "num_rows": "row",
+    "num_slots": "slot",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,48 +186,38 @@ Say = Callable[[int, int, Any], str]
 
 def _meaning(leaf: Leaf) -> tuple[Where, Say]:
     """Return how to name an element of this tensor, and how to say its value."""
-    name = leaf.path.split(".")[-1].split("[")[0]
     spec = leaf.spec
-    shape = spec.shape if spec is not None else ()
-    if shape == ("num_slots", RECORD_WORDS):
-        return (
-            lambda row, column: f"record of slot {row}, {RECORD_FIELDS[column]}",
-            lambda row, column, value: say_record_word(RECORD_FIELDS[column], value),
-        )
-    if name == "status":
-        return (
-            lambda row, column: "status",
-            lambda row, column, value: " + ".join(s.name or "" for s in Status if value & s) or str(value),
-        )
-    if name == "counters":
-        return (
-            lambda row, column: f"{Tag(row).name if row < len(Tag) else row}, {('launches', 'entries')[column]}",
-            lambda row, column, value: str(value),
-        )
-    if shape == ("entry_cap", RESOLVED_WORDS):
-        return (
-            lambda row, column: f"entry {row}, {(RUN_FIELDS if name == 'runs' else ENTRY_FIELDS)[column]}",
-            lambda row, column, value: say_slot(value) if column == 0 else _say_entry_word(name, value),
-        )
-    first = str(shape[0]).split("+")[0] if shape and isinstance(shape[0], str) else "element"
-    noun = {
-        "verify_cap": "entry",
-        "write_cap": "request",
-        "bs": "request",
-        "num_rows": "row",
-        "num_slots": "slot",
-    }.get(first, first)
-    if name in ("slots", "prev_slots", "seed_slots"):
-        return lambda row, column: f"{noun} {row}", lambda row, column, value: say_slot(value)
-    if len(shape) > 1:
-        return lambda row, column: f"{noun} {row}, {column}", lambda row, column, value: str(value)
-    return lambda row, column: f"{noun} {row}" if first != "element" else f"[{row}]", lambda row, column, value: str(
-        value
-    )
+    if spec is None:
+        return lambda row, column: f"[{row}]", lambda row, column, value: str(value)
+    noun = _noun(leaf, spec)
+
+    def where(row: int, column: int) -> str:
+        if len(spec.shape) < 2:
+            return noun if spec.shape == (1,) else f"{noun} {row}"
+        line = spec.lines[row] if spec.lines else f"{noun} {row}"
+        return f"{line}, {spec.columns[column] if spec.columns else column}"
+
+    def say(row: int, column: int, value: int) -> str:
+        name = spec.columns[column] if spec.columns else ""
+        if name in RECORD_FIELDS:
+            return say_record_word(name, value)
+        if spec.flags is not None:
+            return " + ".join(bit.name or "" for bit in spec.flags if value & bit) or str(value)
+        if spec.index_of.get("num_slots", -1) in (None, column):
+            return say_slot(value)
+        return f"~{~value}, where a run begins" if name == "position" and value < 0 else str(value)
+
+    return where, say
 
 
-def _say_entry_word(name: str, value: int) -> str:
-    return f"~{~value}, where a run begins" if name == "entries" and value < 0 else str(value)
+def _noun(leaf: Leaf, spec: TensorSpec) -> str:
+    """Return what a row of the tensor stands for."""
+    if spec.columns == RECORD_FIELDS:
+        return "record of slot"
+    first = spec.shape[0]
+    if not isinstance(first, str):
+        return leaf.path.split(".")[-1].split("[")[0]
+    return _NOUNS.get(first.split("+")[0], first.split("+")[0])
 
 
 def _with_writers(spec: KernelSpec, bound: Mapping[str, Any], found: list[Difference]) -> list[Difference]:

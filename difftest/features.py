@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -10,18 +11,11 @@ import torch
 from kv_canary.constants import OWNER_BITS, STEP_BITS
 from kv_canary.specs.structures import Endpoint, KvSource
 
-# Elements that a kernel takes at a time, by the feature of a call that has more: `tile:<name>`.
-TILES = {
-    "write": 128,
-    "chain": 4096,
-    "verify": 128,
-    "entries": 256,
-    "requests": 256,
-    "scatter": 512,
-    "slots": 128,
-}
 # A tensor that spans more elements than this has addresses that 32 bits cannot hold.
 GIANT = 1 << 31
+
+# What a segment's tiles are called in the features of an op.
+_SEGMENTS = {"write": "write", "chain_tails": "chain", "scatter_token_ids": "scatter"}
 
 Features = Iterator[str]
 
@@ -33,18 +27,22 @@ def of_call(op: str, arguments: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _plan(a: Mapping[str, Any]) -> Features:
-    yield from _prefixes(a, capacity=len(a["verify_plan"].slots), after_write=a["after_write"], tile="entries")
+    yield from _prefixes(
+        a, capacity=len(a["verify_plan"].slots), after_write=a["after_write"], op="plan", tile="entries"
+    )
     if a["step"] is not None:
         yield from _step(a["step"])
 
 
 def _verify_prefixes(a: Mapping[str, Any]) -> Features:
-    slots = yield from _prefixes(a, capacity=len(a["resolved"].entries), after_write=False, tile="verify")
+    slots = yield from _prefixes(
+        a, capacity=len(a["resolved"].entries), after_write=False, op="verify_prefixes", tile="verify"
+    )
     yield from _checked(a, slots)
 
 
 def _prefixes(
-    a: Mapping[str, Any], *, capacity: int, after_write: bool, tile: str
+    a: Mapping[str, Any], *, capacity: int, after_write: bool, op: str, tile: str
 ) -> Generator[str, None, torch.Tensor]:
     """What plan and verify_prefixes have in common; return the slots that entries are found in, where there is one."""
     table, lut, window = a["req_to_token"], a["lut"], a["window"]
@@ -54,7 +52,7 @@ def _prefixes(
     live = in_range & (rows > 0) & (extend < 1 << 31)
     yield from _batch(prefix[live], extend[live])
     yield from _requests(rows)
-    yield from _tile("requests", len(rows))
+    yield from _tile("requests", len(rows), of=(op, "requests"))
     if not bool(in_range.all()) or bool((extend >= 1 << 31).any()) or bool((table < 0).any()):
         yield "hostile:value"
 
@@ -80,7 +78,7 @@ def _prefixes(
     if len(request) > capacity:
         yield "capacity:truncated"
         request, position = request[:capacity], position[:capacity]
-    yield from _tile(tile, len(request))
+    yield from _tile(tile, len(request), of=(op, "entries"))
     slots: torch.Tensor = table[rows[request], position].to(torch.int64)
     if lut is not None:
         if bool((lut < 0).any()) or bool(((table < 0) | (table >= len(lut))).any()):
@@ -112,7 +110,7 @@ def _verify(a: Mapping[str, Any]) -> Features:
     slots, previous, rows = plan.slots[:n], plan.prev_slots[:n], plan.rows[:n]
     if valid != n or bool(((slots < 0) | (slots >= num_slots) | (previous < -2) | (previous >= num_slots)).any()):
         yield "hostile:value"
-    yield from _tile("verify", n)
+    yield from _tile("verify", n, of=("verify", "entries"))
     yield from _shared(slots, rows)
     if bool((plan.tokens[:n] >= 0).any()):
         yield "tokens:expected"
@@ -130,7 +128,7 @@ def _verify_resolved(a: Mapping[str, Any]) -> Features:
     if not bool(inside.all()):
         yield "hostile:value"
     yield from _requests(rows)
-    yield from _tile("verify", n)
+    yield from _tile("verify", n, of=("verify_resolved", "entries"))
     yield from _shared(slots[inside], rows[request[inside]])
     yield from _expected(a)
     yield from _checked(a, slots)
@@ -158,7 +156,7 @@ def _write(a: Mapping[str, Any]) -> Features:
     live = (rows > 0) & (rows < num_rows)
     yield from _batch(plan.prefix_lens[:n][live], extend[live])
     yield from _requests(rows)
-    yield from _segments(offsets, rows, num_rows=num_rows, total=num_tokens, tile="write")
+    yield from _segments(offsets, rows, num_rows=num_rows, total=num_tokens, op="write")
     outside = (slots < 0) | (slots >= num_slots)
     if count != n or bool(outside.any()) or bool(((seeds < -1) | (seeds >= num_slots)).any()):
         yield "hostile:value"
@@ -201,7 +199,7 @@ def _slots(a: Mapping[str, Any], *slots: torch.Tensor) -> Features:
     num_slots = len(a["records"][0])
     if any(bool(((s < 0) | (s >= num_slots)).any()) for s in slots):
         yield "hostile:value"
-    yield from _tile("slots", len(slots[0]))
+    yield from _tile("slots", len(slots[0]), of=("move", "slots"))
     yield from _owners(torch.tensor([a["owner"]]))
     yield from _step(a["step"])
     yield from _tables(*a["records"])
@@ -212,7 +210,12 @@ def _slots(a: Mapping[str, Any], *slots: torch.Tensor) -> Features:
 def _scatter_token_ids(a: Mapping[str, Any]) -> Features:
     yield from _requests(a["rows"])
     yield from _segments(
-        a["offsets"], a["rows"], num_rows=len(a["pool"]), total=len(a["flat"]), tile="scatter", starts=a["starts"]
+        a["offsets"],
+        a["rows"],
+        num_rows=len(a["pool"]),
+        total=len(a["flat"]),
+        op="scatter_token_ids",
+        starts=a["starts"],
     )
     yield from _tables(a["pool"])
 
@@ -220,7 +223,7 @@ def _scatter_token_ids(a: Mapping[str, Any]) -> Features:
 def _chain_tails(a: Mapping[str, Any]) -> Features:
     yield from _requests(a["rows"])
     yield from _segments(
-        a["offsets"], a["rows"], num_rows=len(a["tails"]), total=len(a["flat"]), tile="chain", starts=a["starts"]
+        a["offsets"], a["rows"], num_rows=len(a["tails"]), total=len(a["flat"]), op="chain_tails", starts=a["starts"]
     )
     if a["anchors"] is not None:
         yield "anchors:given"
@@ -232,7 +235,7 @@ def _segments(
     *,
     num_rows: int,
     total: int,
-    tile: str,
+    op: str,
     starts: torch.Tensor | None = None,
 ) -> Features:
     extend = offsets[1:].clamp(max=total) - offsets[:-1].clamp(min=0)
@@ -244,7 +247,7 @@ def _segments(
     if bool((extend[live] <= 0).any()):
         yield "segment:empty"
     for n in extend[live].tolist():
-        yield from _tile(tile, n)
+        yield from _tile(_SEGMENTS[op], n, of=(op, "tokens"))
     if starts is not None and bool((starts > 0).any()):
         yield "starts:later"
 
@@ -333,8 +336,11 @@ def _giant(tensor: torch.Tensor) -> Features:
         yield "rows:giant"
 
 
-def _tile(name: str, n: int) -> Features:
-    size = TILES[name]
+def _tile(name: str, n: int, *, of: tuple[str, str]) -> Features:
+    """How `n` elements of a kind lie to the tiles of an op's Triton kernel."""
+    op, kind = of
+    # Not imported earlier: whether Triton interprets is settled when it is imported.
+    size = importlib.import_module(f"kv_canary.kernels.{op}").TILES[kind]
     if n > size:
         yield f"tile:{name}"
     if n >= size - 1 and (n + 1) % size <= 2:

@@ -19,7 +19,6 @@ import torch
 from kv_canary.difftest.calls import (
     Call,
     digest,
-    is_defined,
     is_plain,
     numbers,
     of_words,
@@ -92,7 +91,7 @@ class _Search:
         self.weight = weigh(spec, self.best)
         self.tries = 0
         self._fresh: Call = {}
-        self._defined = is_defined(spec, self.best)
+        self._has_one_outcome = spec.has_one_outcome(self.best)
         self._seen: set[bytes] = set()
 
     def run(self) -> None:
@@ -150,7 +149,7 @@ class _Search:
         except (TypeError, ValueError):
             return False
         weight = weigh(self.spec, call)
-        if weight >= self.weight or (self._defined and not is_defined(self.spec, call)):
+        if weight >= self.weight or (self._has_one_outcome and not self.spec.has_one_outcome(call)):
             return False
         seen = digest(self.spec, call)
         if seen in self._seen:

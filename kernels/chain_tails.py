@@ -13,6 +13,8 @@ from kv_canary.kernels.reporting import store_status
 # Tokens that a lane takes at a time, and most lanes of a program.
 LANE_TOKENS = 8
 MAX_LANES = 512
+# Elements that are taken at a time, by what they are.
+TILES = {"tokens": LANE_TOKENS * MAX_LANES}
 
 _ANCHOR = tl.constexpr(ANCHOR)
 

@@ -11,6 +11,8 @@ from kv_canary.kernels.launching import one_program_lanes, persistent_grid
 from kv_canary.kernels.records import load_record, records_of, store_record
 
 BLOCK_SLOTS = 128
+# Elements that are taken at a time, by what they are.
+TILES = {"slots": BLOCK_SLOTS}
 
 
 @triton.jit

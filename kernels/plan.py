@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kv_canary.constants import Status
 from kv_canary.kernels.batches import (
+    BLOCK_REQUESTS,
     batch_of,
     find_entries,
     lay_out_alone,
@@ -21,6 +22,8 @@ from kv_canary.kernels.launching import begin, overlapping, persistent_grid
 from kv_canary.specs.structures import VerifyPlan, WritePlan
 
 BLOCK_ENTRIES = 256
+# Elements that are taken at a time, by what they are.
+TILES = {"entries": BLOCK_ENTRIES, "requests": BLOCK_REQUESTS}
 
 _LUT_RANGE = tl.constexpr(int(Status.LUT_RANGE))
 

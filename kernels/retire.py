@@ -11,6 +11,8 @@ from kv_canary.kernels.launching import persistent_grid
 from kv_canary.kernels.records import load_record, record_address, records_of
 
 BLOCK_SLOTS = 128
+# Elements that are taken at a time, by what they are.
+TILES = {"slots": BLOCK_SLOTS}
 
 
 @triton.jit

@@ -10,6 +10,8 @@ from kv_canary.kernels.launching import max_programs
 from kv_canary.kernels.reporting import store_status
 
 BLOCK_TOKENS = 512
+# Elements that are taken at a time, by what they are.
+TILES = {"tokens": BLOCK_TOKENS}
 
 
 @triton.jit

@@ -6,11 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_canary.kernels.checking import begin_check, check_entries, sources_of, tile_options
+from kv_canary.kernels.checking import BLOCK_ENTRIES, begin_check, check_entries, sources_of, tile_options
 from kv_canary.kernels.launching import begin, overlapping, persistent_grid
 from kv_canary.kernels.records import records_of
 from kv_canary.kernels.reporting import log_of
 from kv_canary.specs.structures import Endpoint, VerifyPlan, ViolationLog
+
+# Elements that are taken at a time, by what they are.
+TILES = {"entries": BLOCK_ENTRIES}
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from kv_canary.kernels.batches import (
     tables_of,
     tokens_of,
 )
-from kv_canary.kernels.checking import begin_check, check_entries, sources_of, tile_options
+from kv_canary.kernels.checking import BLOCK_ENTRIES, begin_check, check_entries, sources_of, tile_options
 from kv_canary.kernels.launching import begin, few_entries, overlapping, persistent_grid
 from kv_canary.kernels.records import records_of
 from kv_canary.kernels.reporting import log_of
@@ -32,6 +32,9 @@ from kv_canary.specs.structures import Endpoint, ResolvedSlots, ViolationLog, Wr
 _LUT_RANGE = tl.constexpr(int(Status.LUT_RANGE))
 _RUN_ENTRIES = tl.constexpr(RUN_ENTRIES)
 _INT32_MAX = tl.constexpr((1 << 31) - 1)
+
+# Elements that are taken at a time, by what they are.
+TILES = {"entries": BLOCK_ENTRIES, "requests": BLOCK_REQUESTS}
 
 
 @triton.jit

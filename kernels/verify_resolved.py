@@ -16,6 +16,8 @@ from kv_canary.specs.structures import Endpoint, ResolvedSlots, ViolationLog
 
 # Half of what other persistent grids have: the tiles are half as large, and a program is quickly done with one.
 PROGRAMS_PER_SM = 32
+# Elements that are taken at a time, by what they are.
+TILES = {"entries": RUN_ENTRIES}
 
 _HEAD_OF_CHAIN = tl.constexpr(HEAD_OF_CHAIN)
 _UNCHECKED = tl.constexpr(UNCHECKED)

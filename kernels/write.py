@@ -33,6 +33,8 @@ from kv_canary.specs.write import TILE_TOKENS
 # Bytes that one program fingerprints.
 ONE_PROGRAM_BYTES = 1 << 17
 NARROW_TILE = 128
+# Elements that are taken at a time, by what they are.
+TILES = {"tokens": NARROW_TILE}
 # Words that one step takes of a wide fingerprint, by several threads for each token, and registers of each.
 WIDE_WORDS = 64
 WIDE_REGISTERS = 128

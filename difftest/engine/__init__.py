@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from kv_canary.difftest.engine.actions import ACTIONS, STEPS, Action, perform
 from kv_canary.difftest.engine.batch import Request
-from kv_canary.difftest.engine.calls import Call
+from kv_canary.difftest.engine.calls import ENGINE_OPS, Call
 from kv_canary.difftest.engine.config import EngineConfig, GroupConfig
-from kv_canary.difftest.engine.defined import is_defined
 from kv_canary.difftest.engine.engine import Engine
 from kv_canary.difftest.engine.faults import FAULTS, corrupt
 from kv_canary.difftest.engine.memory import Memory
 
 __all__ = [
     "ACTIONS",
+    "ENGINE_OPS",
     "FAULTS",
     "STEPS",
     "Action",
@@ -27,6 +27,5 @@ __all__ = [
     "Memory",
     "Request",
     "corrupt",
-    "is_defined",
     "perform",
 ]

@@ -15,6 +15,11 @@ from kv_canary.difftest.engine.groups import Group
 from kv_canary.difftest.engine.memory import GroupMemory, Memory
 from kv_canary.specs import get_spec
 
+# The ops that engines call.
+ENGINE_OPS = (
+    *("plan", "verify", "verify_prefixes", "verify_resolved"),
+    *("write", "move", "retire", "scatter_token_ids", "chain_tails"),
+)
 Arguments = dict[str, Any]
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
-from kv_canary.specs.interface import ROW, KernelSpec, TensorSpec
+from kv_canary.specs.arguments import ANCHORS, SEGMENTS, STATUS, TAILS
+from kv_canary.specs.interface import KernelSpec, TensorSpec, are_distinct
 
 SPEC = KernelSpec(
     name="chain_tails",
@@ -15,14 +18,12 @@ SPEC = KernelSpec(
     negative starts (LENGTH_RANGE).
     """,
     arguments={
-        "flat": TensorSpec(dtype=torch.int64, shape=("total",), doc="tokens of all requests"),
-        "offsets": TensorSpec(dtype=torch.int64, shape=("bs+1",), doc="segment r is [offsets[r], offsets[r+1])"),
-        "rows": TensorSpec(dtype=torch.int64, shape=("bs",), index_of=ROW, doc="row of each request; 0 is padding"),
+        **SEGMENTS,
         "starts": TensorSpec(dtype=torch.int64, shape=("bs",), doc="position of each segment's first token"),
-        "anchors": TensorSpec(
-            dtype=torch.int64, shape=("num_rows",), optional=True, doc="chain(-1) of each row; None: ANCHOR"
-        ),
-        "tails": TensorSpec(dtype=torch.int64, shape=("num_rows",), role="inout", doc="chain of each row's prefix"),
-        "status": TensorSpec(dtype=torch.int32, shape=(1,), role="out", doc="Status bits"),
+        "anchors": dataclasses.replace(ANCHORS, shape=("num_rows",)),
+        "tails": dataclasses.replace(TAILS, role="inout"),
+        "status": STATUS,
     },
+    # No row twice.
+    has_one_outcome=lambda a: are_distinct(a["rows"], len(a["tails"])),
 )

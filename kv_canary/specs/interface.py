@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import IntFlag
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -49,6 +50,8 @@ class TensorSpec:
         row_multiple: what the row stride must be a multiple of.
         index_of: sizes that its values are indices along, by symbol: those of one column, or of all where that is None.
             What is looked up in a LUT first is an index along "lut_len" where the call has one, else along "num_slots".
+        lines, columns: names of its rows and of its columns, for people.
+        flags: what the bits of its values mean.
         doc: meaning, in a line.
     """
 
@@ -60,6 +63,9 @@ class TensorSpec:
     row_strided: bool = False
     row_multiple: int = 1
     index_of: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    flags: type[IntFlag] | None = None
     doc: str = ""
 
 
@@ -121,12 +127,15 @@ class KernelSpec:
         doc: what the op does; the first sentence is the contract.
         arguments: every argument by name, in order.
         checks: further checks of `(arguments, sizes)`, which raise.
+        has_one_outcome: whether a bound call has one outcome only, or its result depends on who of two writers comes
+            last. Strategies draw none that has more, and shrinking makes none.
     """
 
     name: str
     doc: str
     arguments: Mapping[str, ArgumentSpec]
     checks: tuple[Callable[[Mapping[str, Any], Sizes], None], ...] = ()
+    has_one_outcome: Callable[[Mapping[str, Any]], bool] = lambda arguments: True
 
     def bind(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the complete arguments of a call: validated, defaults filled in, missing scratch allocated.
@@ -173,6 +182,12 @@ class KernelSpec:
         return inspect.Signature(
             [*parameters, inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default=None)]
         )
+
+
+def are_distinct(indices: torch.Tensor, size: int) -> bool:
+    """Whether no index in (0, size) occurs twice in `indices`; 0 is padding."""
+    inside = indices[(indices > 0) & (indices < size)]
+    return len(inside.unique()) == len(inside)
 
 
 def allocate_tensor(spec: TensorSpec, sizes: Sizes, device: torch.device | str) -> torch.Tensor:

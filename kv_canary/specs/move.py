@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from kv_canary.constants import RECORD_WORDS
-from kv_canary.specs.interface import SLOT, KernelSpec, ScalarSpec, TensorSpec, TensorsSpec
+from kv_canary.specs.arguments import RECORD_BUFFERS, STEP
+from kv_canary.specs.interface import SLOT, KernelSpec, ScalarSpec, TensorSpec, are_distinct
 
 SPEC = KernelSpec(
     name="move",
@@ -18,17 +19,10 @@ SPEC = KernelSpec(
         "src": TensorSpec(dtype=torch.int64, shape=("n",), index_of=SLOT, doc="slots copied from"),
         "dst": TensorSpec(dtype=torch.int64, shape=("n",), index_of=SLOT, doc="slots copied to"),
         "owner": ScalarSpec(type=int, doc="serial number of the new owner"),
-        "step": TensorSpec(dtype=torch.int64, shape=(1,), doc="step number, for the writer word"),
-        "records": TensorsSpec(
-            each=TensorSpec(
-                dtype=torch.int64,
-                shape=("num_slots", RECORD_WORDS),
-                role="inout",
-                row_strided=True,
-                row_multiple=RECORD_WORDS,
-            ),
-            doc="record buffers, all to be treated alike",
-        ),
+        "step": STEP,
+        "records": RECORD_BUFFERS,
         "staged": TensorSpec(dtype=torch.int64, shape=("n", RECORD_WORDS), role="scratch", doc="sources as read"),
     },
+    # No destination twice.
+    has_one_outcome=lambda a: are_distinct(a["dst"], len(a["records"][0])),
 )

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
-
 from kv_canary.errors import must_be
-from kv_canary.specs.interface import ROW, SLOT, KernelSpec, ScalarSpec, Sizes, StructSpec, TensorSpec
-from kv_canary.specs.structures import VerifyPlan, WritePlan
+from kv_canary.specs.arguments import (
+    BATCH,
+    ENTRY_OFFSETS,
+    EXPECTED_TOKENS,
+    LUT,
+    REQ_TO_TOKEN,
+    STATUS,
+    STEP,
+    STRIDES,
+    WINDOW,
+    WRITE_PLAN,
+)
+from kv_canary.specs.interface import KernelSpec, ScalarSpec, Sizes, StructSpec
+from kv_canary.specs.structures import VerifyPlan
 
 
 def check_write_capacity(op: str, arguments: Mapping[str, Any], sizes: Sizes) -> None:
@@ -30,54 +41,20 @@ SPEC = KernelSpec(
     range is treated as padding and sets ROW_RANGE or LENGTH_RANGE. Slots that the tables cannot give become BAD_SLOT.
     """,
     arguments={
-        "rows": TensorSpec(dtype=torch.int64, shape=("bs",), index_of=ROW, doc="row of each request; 0 is padding"),
-        "owners": TensorSpec(dtype=torch.int64, shape=("bs",), optional=True, doc="serial numbers; None: the rows"),
-        "prefix_lens": TensorSpec(dtype=torch.int64, shape=("bs",), doc="tokens cached before this forward"),
-        "extend_lens": TensorSpec(dtype=torch.int64, shape=("bs",), doc="tokens written by this forward"),
-        "req_to_token": TensorSpec(
-            dtype=torch.int32,
-            shape=("num_rows", "max_len"),
-            row_strided=True,
-            index_of={"lut_len": None, "num_slots": None},
-            doc="slot of each position of a row",
-        ),
-        "window": ScalarSpec(
-            type=int, default=0, minimum=0, doc="cached positions the first new query may read; 0: all of them"
-        ),
+        **BATCH,
+        "req_to_token": REQ_TO_TOKEN,
+        "window": WINDOW,
         "after_write": ScalarSpec(
             type=bool, default=False, doc="plan what is still resident after this step in a ring of window + 1 slots"
         ),
-        "lut": TensorSpec(
-            dtype=torch.int64, shape=("lut_len",), optional=True, index_of=SLOT, doc="full slot -> SWA slot"
-        ),
-        "expected_tokens": TensorSpec(
-            dtype=torch.int32,
-            shape=("token_rows", "token_len"),
-            optional=True,
-            with_="expected_lens",
-            row_strided=True,
-            doc="token of each position of a row",
-        ),
-        "expected_lens": TensorSpec(
-            dtype=torch.int64, shape=("bs",), optional=True, with_="expected_tokens", doc="tokens known of each request"
-        ),
-        "token_offset": ScalarSpec(
-            type=int, default=0, doc="added to a position to look its token up; 1: EAGLE drafts"
-        ),
-        "strides": TensorSpec(
-            dtype=torch.int64,
-            shape=("bs",),
-            optional=True,
-            with_="step",
-            doc="n > 1: keep the last position and every n-th block of 16, rotating with step",
-        ),
-        "step": TensorSpec(dtype=torch.int64, shape=(1,), optional=True, with_="strides", doc="step number"),
+        "lut": LUT,
+        **EXPECTED_TOKENS,
+        "strides": dataclasses.replace(STRIDES, with_="step"),
+        "step": dataclasses.replace(STEP, optional=True, with_="strides"),
         "verify_plan": StructSpec(type=VerifyPlan, role="out", doc="entries to verify"),
-        "write_plan": StructSpec(type=WritePlan, role="out", doc="segments to write"),
-        "status": TensorSpec(dtype=torch.int32, shape=(1,), role="out", doc="Status bits"),
-        "entry_offsets": TensorSpec(
-            dtype=torch.int64, shape=("bs+1",), role="scratch", doc="first entry of each request"
-        ),
+        "write_plan": WRITE_PLAN,
+        "status": STATUS,
+        "entry_offsets": ENTRY_OFFSETS,
     },
     checks=(partial(check_write_capacity, "plan"),),
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kv_canary.constants import RECORD_WORDS
-from kv_canary.specs.interface import SLOT, KernelSpec, ScalarSpec, TensorSpec, TensorsSpec
+from kv_canary.specs.arguments import RECORD_BUFFERS, STEP
+from kv_canary.specs.interface import SLOT, KernelSpec, ScalarSpec, TensorSpec
 
 SPEC = KernelSpec(
     name="retire",
@@ -17,16 +17,7 @@ SPEC = KernelSpec(
     arguments={
         "slots": TensorSpec(dtype=torch.int64, shape=("n",), index_of=SLOT, doc="slots freed"),
         "owner": ScalarSpec(type=int, doc="serial number of who freed them"),
-        "step": TensorSpec(dtype=torch.int64, shape=(1,), doc="step number, for the writer word"),
-        "records": TensorsSpec(
-            each=TensorSpec(
-                dtype=torch.int64,
-                shape=("num_slots", RECORD_WORDS),
-                role="inout",
-                row_strided=True,
-                row_multiple=RECORD_WORDS,
-            ),
-            doc="record buffers, all to be treated alike",
-        ),
+        "step": STEP,
+        "records": RECORD_BUFFERS,
     },
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kv_canary.specs.interface import ROW, KernelSpec, TensorSpec
+from kv_canary.specs.arguments import SEGMENTS, STATUS
+from kv_canary.specs.interface import KernelSpec, TensorSpec, are_distinct
 
 SPEC = KernelSpec(
     name="scatter_token_ids",
@@ -14,13 +15,13 @@ SPEC = KernelSpec(
     rows out of range (ROW_RANGE), negative starts and indices outside `flat`; leaves all else untouched.
     """,
     arguments={
-        "flat": TensorSpec(dtype=torch.int64, shape=("total",), doc="tokens of all requests"),
-        "offsets": TensorSpec(dtype=torch.int64, shape=("bs+1",), doc="segment r is [offsets[r], offsets[r+1])"),
-        "rows": TensorSpec(dtype=torch.int64, shape=("bs",), index_of=ROW, doc="row of each request; 0 is padding"),
+        **SEGMENTS,
         "starts": TensorSpec(dtype=torch.int64, shape=("bs",), optional=True, doc="first position; None: 0"),
         "pool": TensorSpec(
             dtype=torch.int32, shape=("num_rows", "max_len"), role="inout", row_strided=True, doc="token pool"
         ),
-        "status": TensorSpec(dtype=torch.int32, shape=(1,), role="out", doc="Status bits"),
+        "status": STATUS,
     },
+    # No row twice.
+    has_one_outcome=lambda a: are_distinct(a["rows"], len(a["pool"])),
 )

@@ -14,7 +14,17 @@ import torch
 from kv_canary.constants import HEAD_OF_CHAIN, RECORD_WORDS, RESOLVED_WORDS, RUN_ENTRIES, RUN_WORDS, UNCHECKED, Tag
 from kv_canary.errors import must_be
 from kv_canary.specs.interface import ROW, SLOT, TensorSpec, allocate_tensor
-from kv_canary.specs.violation_row import VIOLATION_WORDS
+from kv_canary.specs.violation_row import VIOLATION_WORDS, ViolationRow
+
+# A buffer of slot records.
+RECORDS = TensorSpec(
+    dtype=torch.int64,
+    shape=("num_slots", RECORD_WORDS),
+    row_strided=True,
+    row_multiple=RECORD_WORDS,
+    columns=("IDENTITY", "CHAIN", "KV", "WRITER"),
+    doc="slot records",
+)
 
 
 def _tensor(dtype: torch.dtype, *shape: Any, doc: str, **options: Any) -> Any:
@@ -62,6 +72,7 @@ class ResolvedSlots(_Allocates):
         "entry_cap",
         RESOLVED_WORDS,
         index_of={"num_slots": 0},
+        columns=("slot", "position"),
         doc="slot, position; ~position where a run begins",
     )
     runs: torch.Tensor = _tensor(
@@ -69,6 +80,7 @@ class ResolvedSlots(_Allocates):
         "entry_cap",
         RUN_WORDS,
         index_of={"num_slots": 0, "bs": 1},
+        columns=("slot of the position before", "request"),
         doc="where a run begins: slot of the position before, request",
     )
     num_valid: torch.Tensor = _tensor(torch.int32, 1, doc="entries written: min(num_requested, entry_cap)")
@@ -114,7 +126,9 @@ class WritePlan(_Allocates):
 class ViolationLog(_Allocates):
     """Where violations go; allocate with `ring_cap=`. Rows past the capacity are dropped, `count` counts them all."""
 
-    ring: torch.Tensor = _tensor(torch.int64, "ring_cap", VIOLATION_WORDS, doc="violation rows")
+    ring: torch.Tensor = _tensor(
+        torch.int64, "ring_cap", VIOLATION_WORDS, columns=ViolationRow._fields, doc="violation rows"
+    )
     count: torch.Tensor = _tensor(torch.int64, 1, doc="violations ever found")
 
 
@@ -223,9 +237,7 @@ class Endpoint:
     """One launch site: its tag, the records it works on and the K and V bytes they stand for."""
 
     tag: int
-    records: torch.Tensor = _tensor(
-        torch.int64, "num_slots", RECORD_WORDS, doc="slot records", row_strided=True, row_multiple=RECORD_WORDS
-    )
+    records: torch.Tensor = field(metadata={"spec": RECORDS})
     k_source: KvSource | None = None
     v_source: KvSource | None = None
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
-from kv_canary.constants import Tag
-from kv_canary.specs.interface import KernelSpec, ScalarSpec, StructSpec, TensorSpec
-from kv_canary.specs.structures import Endpoint, VerifyPlan, ViolationLog
+from kv_canary.specs.arguments import ANCHORS, ENDPOINT, FINDINGS, STEP, TRACK_LIFETIME
+from kv_canary.specs.interface import KernelSpec, StructSpec
+from kv_canary.specs.structures import VerifyPlan
 
 SPEC = KernelSpec(
     name="verify",
@@ -17,13 +15,10 @@ SPEC = KernelSpec(
     """,
     arguments={
         "verify_plan": StructSpec(type=VerifyPlan, doc="what to verify"),
-        "endpoint": StructSpec(type=Endpoint, doc="records and KV bytes"),
-        "anchors": TensorSpec(
-            dtype=torch.int64, shape=("num_rows",), optional=True, doc="chain(-1) of each row; None: ANCHOR"
-        ),
-        "step": TensorSpec(dtype=torch.int64, shape=(1,), doc="step number, for the reports"),
-        "track_lifetime": ScalarSpec(type=bool, default=False, doc="report reads of retired slots as FREED"),
-        "violations": StructSpec(type=ViolationLog, role="inout", compare="violations", doc="where violations go"),
-        "counters": TensorSpec(dtype=torch.int64, shape=(len(Tag), 2), role="inout", doc="launches, entries; by tag"),
+        "endpoint": ENDPOINT,
+        "anchors": ANCHORS,
+        "step": STEP,
+        "track_lifetime": TRACK_LIFETIME,
+        **FINDINGS,
     },
 )

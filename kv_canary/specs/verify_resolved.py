@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
-from kv_canary.constants import Tag
-from kv_canary.specs.interface import ROW, KernelSpec, ScalarSpec, StructSpec, TensorSpec
-from kv_canary.specs.structures import Endpoint, ResolvedSlots, ViolationLog
+from kv_canary.specs.arguments import ANCHORS, ENDPOINT, EXPECTED_TOKENS, FINDINGS, ROWS, STEP, TRACK_LIFETIME
+from kv_canary.specs.interface import KernelSpec, StructSpec
+from kv_canary.specs.structures import ResolvedSlots
 
 SPEC = KernelSpec(
     name="verify_resolved",
@@ -16,29 +14,13 @@ SPEC = KernelSpec(
     (1, entries).
     """,
     arguments={
-        "rows": TensorSpec(dtype=torch.int64, shape=("bs",), index_of=ROW, doc="row of each request"),
-        "expected_tokens": TensorSpec(
-            dtype=torch.int32,
-            shape=("token_rows", "token_len"),
-            optional=True,
-            with_="expected_lens",
-            row_strided=True,
-            doc="token of each position of a row",
-        ),
-        "expected_lens": TensorSpec(
-            dtype=torch.int64, shape=("bs",), optional=True, with_="expected_tokens", doc="tokens known of each request"
-        ),
-        "token_offset": ScalarSpec(
-            type=int, default=0, doc="added to a position to look its token up; 1: EAGLE drafts"
-        ),
+        "rows": ROWS,
+        **EXPECTED_TOKENS,
         "resolved": StructSpec(type=ResolvedSlots, doc="where the entries were found"),
-        "endpoint": StructSpec(type=Endpoint, doc="records and KV bytes"),
-        "anchors": TensorSpec(
-            dtype=torch.int64, shape=("num_anchors",), optional=True, doc="chain(-1) of each row; None: ANCHOR"
-        ),
-        "step": TensorSpec(dtype=torch.int64, shape=(1,), doc="step number, for the reports"),
-        "track_lifetime": ScalarSpec(type=bool, default=False, doc="report reads of retired slots as FREED"),
-        "violations": StructSpec(type=ViolationLog, role="inout", compare="violations", doc="where violations go"),
-        "counters": TensorSpec(dtype=torch.int64, shape=(len(Tag), 2), role="inout", doc="launches, entries; by tag"),
+        "endpoint": ENDPOINT,
+        "anchors": ANCHORS,
+        "step": STEP,
+        "track_lifetime": TRACK_LIFETIME,
+        **FINDINGS,
     },
 )

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, find, settings
 import kv_canary as kc
 from kv_canary.backends import implementation
 from kv_canary.constants import Reason, Status
-from kv_canary.difftest.calls import digest, is_defined, weigh
+from kv_canary.difftest.calls import digest, weigh
 from kv_canary.difftest.memory import is_giant, sparse_storage
 from kv_canary.difftest.minimize import minimize
 from kv_canary.specs import get_spec
@@ -136,7 +136,7 @@ def test_a_failing_call_shrinks_to_one_entry(name: str) -> None:
     def checked(candidate: Call) -> bool:
         # Whatever is asked about is complete, and could be launched.
         assert list(spec.bind(candidate)) == list(spec.arguments) == list(candidate)
-        assert is_defined(spec, candidate)
+        assert spec.has_one_outcome(candidate)
         return fails(candidate)
 
     smallest = minimize(spec, call, checked)
@@ -375,7 +375,7 @@ def test_a_defined_write_never_becomes_an_undefined_one() -> None:
     asked: list[bool] = []
 
     def fails(candidate: Call) -> bool:
-        asked.append(is_defined(spec, candidate))
+        asked.append(spec.has_one_outcome(candidate))
         stored = on_reference("write", candidate)["counters"] - candidate["counters"]
         every = int(stored[:, 1].sum()) == len(candidate["out_slots"])
         return every and candidate["out_slots"].tolist().count(5) > 1 and 9 in candidate["input_ids"].tolist()
@@ -401,10 +401,10 @@ def test_a_defined_write_never_becomes_an_undefined_one() -> None:
 def test_writes_with_two_outcomes_are_told(field: str, index: int, value: int) -> None:
     spec, call = get_spec("write"), write_of_two_segments()
     call["write_plan"].owners[1] = 3
-    assert is_defined(spec, spec.bind(call))
+    assert spec.has_one_outcome(spec.bind(call))
     tensor = call[field] if field in call else getattr(call["write_plan"], field)
     tensor[index] = value
-    assert not is_defined(spec, spec.bind(call))
+    assert not spec.has_one_outcome(spec.bind(call))
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_moves_with_two_outcomes_are_told(dst: list[int], defined: bool) -> None
         "step": torch.ones(1, dtype=torch.int64),
         "records": (torch.zeros(5, 4, dtype=torch.int64),),
     }
-    assert is_defined(get_spec("move"), get_spec("move").bind(call)) is defined
+    assert get_spec("move").has_one_outcome(get_spec("move").bind(call)) is defined
 
 
 def test_an_interrupt_leaves_the_best_call_so_far() -> None:
