@@ -27,7 +27,7 @@ from kv_canary.constants import BACKENDS, Reason
 from kv_canary.difftest.engine import EngineConfig
 from kv_canary.difftest.engine.actions import opening, random_action
 from kv_canary.perturb import MODES, PerturbConfig
-from kv_canary.perturb.config import BYTE_MODES
+from kv_canary.perturb_settings import BYTE_MODES
 
 GROUPS = ("FULL", "SWA")
 # Engines of one task, from which come up to so many runs.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kv_canary.difftest.memory import pack, unpack
+from kv_canary.cases.packing import pack, unpack
 from kv_canary.specs.interface import KernelSpec, ScalarSpec, StructSpec
 from kv_canary.specs.structures import KvSource
 

@@ -22,12 +22,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kv_canary.difftest.casefile import SUFFIX, case_file, save
+from kv_canary.cases.casefile import SUFFIX, case_file, save
+from kv_canary.cases.comparison import Mismatch
 from kv_canary.difftest.coverage import Coverage
 from kv_canary.difftest.features import of_call
 from kv_canary.difftest.generic import ROUND_EXAMPLES, check_call, search, search_engine, search_rounds
 from kv_canary.difftest.mutation.planted import find_planted
-from kv_canary.difftest.runner import Mismatch
 from kv_canary.difftest.worker import Executor, import_all, prepare
 from kv_canary.errors import must_be
 from kv_canary.specs import all_specs, get_spec

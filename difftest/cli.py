@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kv_canary.difftest.imports import check_imports, replay_line
+from kv_canary.cases.imports import check_imports, replay_line
 from kv_canary.difftest.mutation.cli import mutants
 
 if TYPE_CHECKING:
+    from kv_canary.cases.casefile import CaseFile
     from kv_canary.difftest.campaign import Campaign, CampaignResult
-    from kv_canary.difftest.casefile import CaseFile
 
 DEVICES = click.Choice(["cpu", "cuda"])
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -234,7 +234,7 @@ def minimize(
     """
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from kv_canary.difftest.casefile import SUFFIX, save
+    from kv_canary.cases.casefile import SUFFIX, save
     from kv_canary.difftest.replaying import minimize_case
 
     case = _load(file, imports, max_gib)
@@ -365,9 +365,9 @@ def planted_bugs(names: tuple[str, ...], only_list: bool, json_path: Path | None
     }
     present.show_scores(console, scores, lines, limit_s=limit_s)
     if json_path is not None:
+        from kv_canary.cases.casefile import versions
         from kv_canary.commands.evidence import digests
         from kv_canary.difftest.campaign import device_name
-        from kv_canary.difftest.casefile import versions
 
         facts = {
             "device": device_name(options["device"]),
@@ -412,8 +412,8 @@ def sanitize_launches(
     from rich.console import Console
     from rich.table import Table
 
+    from kv_canary.cases.casefile import versions
     from kv_canary.difftest.campaign import device_name
-    from kv_canary.difftest.casefile import versions
     from kv_canary.difftest.generic import draw_cases
     from kv_canary.difftest.sanitize import TOOLS, find_sanitizer, sanitize
     from kv_canary.difftest.worker import prepare
@@ -484,9 +484,9 @@ def _campaign(
 
 
 def _facts(campaign: Campaign, result: CampaignResult, lines: Mapping[str, str], commit: str) -> dict[str, Any]:
+    from kv_canary.cases.casefile import versions
     from kv_canary.commands.evidence import digests
     from kv_canary.difftest.campaign import device_name
-    from kv_canary.difftest.casefile import versions
     from kv_canary.difftest.coverage import feasible_pairs
 
     feasible = feasible_pairs()
@@ -537,7 +537,7 @@ def _usage_errors() -> Iterator[None]:
 
 def _load(path: Path, imports: tuple[str, ...], max_gib: float = 1.0) -> CaseFile:
     """Load a case file, with what registers its op, if the user named that too; a bad file is misuse."""
-    from kv_canary.difftest.casefile import imports_of, load
+    from kv_canary.cases.casefile import imports_of, load
     from kv_canary.difftest.worker import import_all, prepare
 
     with _usage_errors():

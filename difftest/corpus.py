@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kv_canary.difftest.casefile import MOST_BYTES, SUFFIX, CaseFile, load, save
+from kv_canary.cases.casefile import MOST_BYTES, SUFFIX, CaseFile, load, save
 
 FOLDER = Path(__file__).parent / "corpus"
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from kv_canary.cases.casefile import CaseFile
+from kv_canary.cases.comparison import violation_logs
 from kv_canary.constants import BAD_SLOT, HEAD_OF_CHAIN, OWNER_MASK, UNCHECKED, Reason
-from kv_canary.difftest.casefile import CaseFile
-from kv_canary.difftest.runner import violation_logs
 from kv_canary.difftest.trace import writes_to
 from kv_canary.specs.interface import KernelSpec, Leaf, TensorSpec
 from kv_canary.specs.structures import RECORDS

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kv_canary.backends import implementation
+from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.difftest.engine import Action, Call, Engine, EngineConfig, Memory, corrupt, perform
 from kv_canary.difftest.engine.actions import opening
 from kv_canary.difftest.engine.snapshot import snapshot
-from kv_canary.difftest.runner import Mismatch, Outcome
 from kv_canary.difftest.strategies.engine import actions, corruptions, engine_configs
 from kv_canary.specs import get_spec
 from kv_canary.specs.violation_row import VIOLATION_WORDS

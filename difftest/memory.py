@@ -6,34 +6,24 @@ that lets it into a result does not repeat itself.
 
 A tensor whose rows lie so far apart that its span is giant (addresses past 2**31 elements, say) is never filled or
 compared as a whole: its copy lies in storage whose pages are committed when touched, and only the rows, and guard
-bytes around every row, are. `pack` and `unpack` carry such a tensor from process to process.
+bytes around every row, are.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
-import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
+from kv_canary.cases.packing import content_of, is_giant, rows_of, span_bytes, sparse_storage, start_of, view_of
 from kv_canary.difftest.locks import own_lock
-from kv_canary.errors import must_be
 from kv_canary.specs.interface import KernelSpec, Leaf
 
 GUARD_BYTES = 256
-# Spans longer than this, with gaps between their rows, are giant.
-GIANT_BYTES = 64 << 20
-# Integers by their size in bytes: not every dtype can be indexed or counted, and these can.
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-# The mmap module names the flag from Python 3.13 on; this is its value on every Linux that PyTorch is built for.
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +84,6 @@ def guarded(
     return spec.map_tensors(arguments, place), spans
 
 
-def is_giant(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is rows, each contiguous, with gaps between them that make its span giant."""
-    if tensor.numel() == 0 or tensor.dim() == 0 or _span_bytes(tensor) <= GIANT_BYTES:
-        return False
-    return tensor[0].is_contiguous() and tensor.stride(0) > tensor[0].numel()
-
-
 @contextlib.contextmanager
 def room_for(spec: KernelSpec, arguments: Mapping[str, Any], *, device: torch.device | str) -> Iterator[None]:
     """Let no other process on this machine have giant tensors on its GPUs for as long as this call has, if it has any.
@@ -118,87 +101,12 @@ def room_for(spec: KernelSpec, arguments: Mapping[str, Any], *, device: torch.de
             torch.cuda.empty_cache()
 
 
-def sparse_storage(num_bytes: int) -> torch.Tensor:
-    """Return a zeroed uint8 tensor [num_bytes] on the CPU, whose pages are committed only when they are touched.
-
-    Raises:
-        RuntimeError: this platform has no such memory, or refuses that much of it.
-    """
-    if num_bytes < 0:
-        raise ValueError(must_be("sparse storage", "num_bytes", "at least 0", str(num_bytes)))
-    if num_bytes == 0:
-        return torch.zeros(0, dtype=torch.uint8)
-    if not _MAP_NORESERVE:
-        raise RuntimeError(must_be("sparse storage", "platform", "one with MAP_NORESERVE, such as Linux", sys.platform))
-    try:
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-    except (OSError, OverflowError) as error:
-        expected = f"able to reserve {num_bytes} bytes of address space"
-        raise RuntimeError(must_be("sparse storage", "platform", expected, str(error))) from error
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        # A touched row should commit a page or two, not megabytes; a kernel without huge pages refuses the advice.
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def pack(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return `tensor`'s layout and content, without its gaps, to be saved or sent; `unpack` is the way back.
-
-    Rows (along the first axis) that are all zero are left out where that is smaller.
-    """
-    content = _content(tensor)
-    num_rows = tensor.shape[0] if tensor.dim() and tensor.numel() else 0
-    rows = None
-    if num_rows:
-        by_row = content.view(num_rows, -1)
-        kept = by_row.any(dim=1).nonzero().view(-1)
-        if len(kept) * (by_row.shape[1] + kept.element_size()) < len(content):
-            rows, content = kept, by_row[kept].view(-1)
-    return {
-        "shape": tuple(tensor.shape),
-        "stride": tensor.stride(),
-        "dtype": tensor.dtype,
-        "phase": tensor.data_ptr() % 16,
-        "rows": rows,
-        # What is saved of a view is all of its storage.
-        "content": content.clone(),
-    }
-
-
-def unpack(packed: Mapping[str, Any]) -> torch.Tensor:
-    """Return the tensor that `pack` was given, on the CPU: same shape, strides, dtype and address mod 16.
-
-    Gaps are zeroed; a giant tensor lies in `sparse_storage`. What comes from a file is first put to `packed_bytes`.
-    """
-    shape, stride, dtype = packed["shape"], packed["stride"], packed["dtype"]
-    # A tensor without storage, for its layout.
-    like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    num_bytes = _span_bytes(like) + 32
-    # NumPy's zeros take no memory before they are touched, and PyTorch's do: rows that are left out cost nothing.
-    raw = sparse_storage(num_bytes) if is_giant(like) else torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
-    start = _start(raw, at_least=0, phase=packed["phase"], item=like.element_size())
-    tensor = _view(raw, start, like)
-    rows, content = packed["rows"], packed["content"]
-    if is_giant(like):
-        into = _rows(raw, start, like)
-        chosen = torch.arange(len(into)) if rows is None else rows
-        into[chosen] = content.view(len(chosen), into.shape[1])
-    elif rows is not None:
-        # Only these rows are touched.
-        words = INTEGERS.get(like.element_size(), dtype)
-        tensor.view(words)[rows] = content.view(words).view(len(rows), *shape[1:])
-    elif like.numel():
-        tensor.copy_(content.view(dtype).view(shape))
-    return tensor
-
-
 def _place(leaf: Leaf, device: torch.device, fill: int) -> tuple[torch.Tensor, Span]:
     """Return a copy of the leaf in a span of its own, filled and compared as a whole."""
     tensor = leaf.tensor.cpu()
-    num_bytes = _span_bytes(tensor)
+    num_bytes = span_bytes(tensor)
     raw = _pattern(2 * GUARD_BYTES + 16 + num_bytes, seed=fill)
-    start = _start(raw, at_least=GUARD_BYTES, phase=tensor.data_ptr() % 16, item=tensor.element_size())
+    start = start_of(raw, at_least=GUARD_BYTES, phase=tensor.data_ptr() % 16, item=tensor.element_size())
     end = start + num_bytes
     if fill % 2 and leaf.tensor.dtype in (torch.int32, torch.int64):
         _make_plausible(raw, start, leaf.tensor, seed=fill)
@@ -207,7 +115,7 @@ def _place(leaf: Leaf, device: torch.device, fill: int) -> tuple[torch.Tensor, S
     elif leaf.role != "scratch" and num_bytes:
         # Gaps between the rows of an in/out tensor must come back as they were, so they are alike in every run.
         raw[start:end] = _pattern(num_bytes, seed=fill if leaf.role == "in" else _seed_of(leaf))
-        _view(raw, start, tensor).copy_(tensor)
+        view_of(raw, start, tensor).copy_(tensor)
     placed = raw.to(device)
     span = Span(
         leaf=leaf,
@@ -216,21 +124,21 @@ def _place(leaf: Leaf, device: torch.device, fill: int) -> tuple[torch.Tensor, S
         guards=(placed[:start], placed[end:]),
         guards_before=(raw[:start].clone(), raw[end:].clone()),
     )
-    return _view(placed, start, tensor), span
+    return view_of(placed, start, tensor), span
 
 
 def _place_giant(leaf: Leaf, device: torch.device, fill: int) -> tuple[torch.Tensor, Span]:
     """Return a copy of the leaf in a span of its own, of which only the rows and what is around them are touched."""
     tensor, item = leaf.tensor, leaf.tensor.element_size()
-    num_bytes = 2 * GUARD_BYTES + 16 + _span_bytes(tensor)
+    num_bytes = 2 * GUARD_BYTES + 16 + span_bytes(tensor)
     if device.type == "cpu":
         raw = sparse_storage(num_bytes)
     else:
         raw = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    start = _start(raw, at_least=GUARD_BYTES, phase=tensor.data_ptr() % 16, item=item)
-    rows = _rows(raw, start, tensor)
+    start = start_of(raw, at_least=GUARD_BYTES, phase=tensor.data_ptr() % 16, item=item)
+    rows = rows_of(raw, start, tensor)
     if leaf.role in ("in", "inout"):
-        content = _content(tensor)
+        content = content_of(tensor)
     else:
         content = _pattern(rows.numel(), seed=_seed_of(leaf) if leaf.role == "out" else fill)
     rows.copy_(content.view(rows.shape))
@@ -240,7 +148,7 @@ def _place_giant(leaf: Leaf, device: torch.device, fill: int) -> tuple[torch.Ten
     before = min(GUARD_BYTES, stride - row_bytes - after)
     guards = (
         raw[:start],
-        raw[start + _span_bytes(tensor) :],
+        raw[start + span_bytes(tensor) :],
         raw.as_strided((num_rows - 1, after), (stride, 1), start + row_bytes),
         raw.as_strided((num_rows - 1, before), (stride, 1), start + stride - before),
     )
@@ -249,42 +157,7 @@ def _place_giant(leaf: Leaf, device: torch.device, fill: int) -> tuple[torch.Ten
     for guard, pattern in zip(guards, guards_before, strict=True):
         guard.copy_(pattern.view(guard.shape))
     span = Span(leaf=leaf, body=rows, body_before=content, guards=guards, guards_before=guards_before)
-    return _view(raw, start, tensor), span
-
-
-def _span_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the first element of `tensor` to the end of its last one."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
-
-
-def _start(raw: torch.Tensor, *, at_least: int, phase: int, item: int) -> int:
-    """Return the first byte of `raw`, from `at_least` on, whose address is `phase` mod 16; elements stay aligned."""
-    start = at_least + (phase - (raw.data_ptr() + at_least)) % 16
-    return start + (-start) % item
-
-
-def _view(raw: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
-    """View `raw`, from byte `start` on, as a tensor of the layout of `like`."""
-    if like.numel() == 0:
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=raw.device)
-    item = like.element_size()
-    whole = raw[start % item : start % item + (len(raw) - start % item) // item * item].view(like.dtype)
-    return whole.as_strided(like.shape, like.stride(), whole.storage_offset() + start // item)
-
-
-def _rows(raw: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
-    """View `raw`, from byte `start` on, as the bytes of the rows of `like`: `[rows, bytes of a row]`."""
-    item = like.element_size()
-    return raw.as_strided((like.shape[0], like[0].numel() * item), (like.stride(0) * item, 1), start)
-
-
-def _content(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of the elements of `tensor`, flat, on the CPU."""
-    # A tensor of one element may have any stride and count as contiguous.
-    return tensor.detach().clone(memory_format=torch.contiguous_format).cpu().reshape(-1).view(torch.uint8)
+    return view_of(raw, start, tensor), span
 
 
 def _make_plausible(raw: torch.Tensor, start: int, like: torch.Tensor, *, seed: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from kv_canary.cases.comparison import violation_logs
 from kv_canary.difftest.calls import (
     Call,
     digest,
@@ -32,7 +33,6 @@ from kv_canary.difftest.calls import (
     with_rows,
     words,
 )
-from kv_canary.difftest.runner import violation_logs
 from kv_canary.errors import must_be
 from kv_canary.specs.interface import KernelSpec, Leaf, ScalarSpec, TensorSpec, TensorsSpec
 from kv_canary.specs.structures import KvSource

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kv_canary.difftest.runner import Mismatch, Outcome
+from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.ops import Op
 from kv_canary.specs.interface import ArgumentSpec, KernelSpec, ScalarSpec, StructSpec, TensorSpec, TensorsSpec
 

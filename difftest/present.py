@@ -13,10 +13,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
+from kv_canary.cases.casefile import CaseFile
+from kv_canary.cases.packing import INTEGERS
 from kv_canary.difftest.campaign import Campaign, CampaignResult
-from kv_canary.difftest.casefile import CaseFile
 from kv_canary.difftest.coverage import feasible_pairs
-from kv_canary.difftest.memory import INTEGERS
 from kv_canary.difftest.mutation.score import Score
 from kv_canary.difftest.replaying import Replay
 from kv_canary.errors import printable

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kv_canary.difftest.casefile import CaseFile, case_file
+from kv_canary.cases.casefile import CaseFile, case_file
+from kv_canary.cases.comparison import Mismatch, Outcome
+from kv_canary.cases.imports import check_imports
 from kv_canary.difftest.decode import Difference, differences
-from kv_canary.difftest.imports import check_imports
 from kv_canary.difftest.minimize import minimize
-from kv_canary.difftest.runner import Mismatch, Outcome
 from kv_canary.difftest.worker import Executor
 from kv_canary.specs import get_spec
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from kv_canary.backends import implementation
-from kv_canary.difftest.casefile import decode, encode
+from kv_canary.cases.casefile import decode, encode
 from kv_canary.errors import must_be
 from kv_canary.specs import get_spec
 from kv_canary.specs.interface import KernelSpec, Leaf

@@ -20,8 +20,9 @@ from typing import Any, Self
 import torch
 
 from kv_canary.backends import interpreting
-from kv_canary.difftest.casefile import decode, encode
-from kv_canary.difftest.runner import Mismatch, Outcome, check_case
+from kv_canary.cases.casefile import decode, encode
+from kv_canary.cases.comparison import Mismatch, Outcome
+from kv_canary.difftest.runner import check_case
 from kv_canary.errors import must_be
 from kv_canary.specs import all_specs, get_spec
 from kv_canary.specs.interface import KernelSpec

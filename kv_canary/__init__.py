@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kv_canary.identity import identity_word
     from kv_canary.manager import CanaryManager
     from kv_canary.observers import Observer
-    from kv_canary.perturb import PerturbConfig
+    from kv_canary.perturb_settings import PerturbConfig
     from kv_canary.pools import BufferGroup, KvPool
     from kv_canary.ranks import RankGroup, RankReport, RankViolationError
     from kv_canary.reports import CanaryViolationError, Incident, ViolationReport
@@ -114,7 +114,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "kv_canary.identity": ("identity_word",),
     "kv_canary.manager": ("CanaryManager",),
     "kv_canary.observers": ("Observer",),
-    "kv_canary.perturb": ("PerturbConfig",),
+    "kv_canary.perturb_settings": ("PerturbConfig",),
     "kv_canary.pools": (
         "BufferGroup",
         "KvPool",

@@ -73,9 +73,9 @@ def implementation(op: str, backend: str) -> Implementation:
     """Return the function that implements `op` in "reference", "triton" or "shadow"."""
     if backend == SHADOW:
         # Made of the other two, which may change: made anew for each caller.
-        from kv_canary.difftest.shadow import shadowed
+        from kv_canary.shadow import shadowed
 
-        return shadowed(op)
+        return shadowed(op, serve=implementation(op, "triton"), check=implementation(op, "reference"))
     key = (op, backend)
     if key not in _implementations:
         name = f"{_PACKAGES[backend]}.{op}"

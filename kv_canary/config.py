@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import ipaddress
 import os
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from kv_canary.constants import BACKENDS
 from kv_canary.errors import must_be
-
-if TYPE_CHECKING:
-    from kv_canary.perturb.config import PerturbConfig
-    from kv_canary.shadow_settings import ShadowSettings
+from kv_canary.perturb_settings import PerturbConfig
+from kv_canary.settings import ENVIRONMENT, kinds_of, read_settings
+from kv_canary.shadow_settings import ShadowSettings
 
 Mode = Literal["log", "raise", "off"]
 Records = Literal["one", "head_and_tail"]
-
-ENVIRONMENT = "KV_CANARY_"
-# How the environment says "off" where that is one of the values.
-_OFF = ("", "off", "none", "0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,42 +143,7 @@ class CanaryConfig:
 
 def other_parts() -> dict[str, type[ShadowSettings] | type[PerturbConfig]]:
     """Return the settings of parts that read them themselves, by what follows `KV_CANARY_` in their variables."""
-    from kv_canary.perturb.config import PerturbConfig
-    from kv_canary.shadow_settings import ShadowSettings
-
     return {"SHADOW_": ShadowSettings, "PERTURB_": PerturbConfig}
-
-
-def read_settings(
-    cls: type,
-    prefix: str,
-    environ: Mapping[str, str],
-    given: Mapping[str, Any],
-    *,
-    others: Mapping[str, type] = types.MappingProxyType({}),
-) -> dict[str, Any]:
-    """Return `given`, and the fields of the dataclass `cls` that `environ` has under `prefix`.
-
-    Args:
-        others: what follows the prefix in variables of other parts, and whose fields these are: they are left alone.
-
-    Raises:
-        ValueError: a variable names no field, or its text is none of the field's values.
-    """
-    settings, hints = dict(given), typing.get_type_hints(cls)
-    for name, text in environ.items():
-        rest = name.removeprefix(prefix)
-        if rest == name or rest.startswith(tuple(others)):
-            continue
-        field = rest.lower()
-        if field not in hints:
-            theirs = [part.lower() + known for part, of in others.items() for known in typing.get_type_hints(of)]
-            near = difflib.get_close_matches(field, [*hints, *theirs], n=1)
-            hint = f" (did you mean {prefix}{near[0].upper()}?)" if near else ""
-            raise ValueError(f"kv-canary: environment: {name} must be a known setting, got an unknown one{hint}")
-        if field not in settings:
-            settings[field] = _parse(name, text, hints[field])
-    return settings
 
 
 def is_address(text: str) -> bool:
@@ -211,16 +169,10 @@ _LEAST = {
     "digest_every": 0,
     "metrics_port": 0,
 }
-_SWITCHES = {**dict.fromkeys(("1", "true", "on", "yes"), True), **dict.fromkeys(("0", "false", "off", "no"), False)}
-
-
-def _kinds(hint: Any) -> tuple[Any, ...]:
-    """Return the alternatives of a type hint."""
-    return get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
-    for kind in _kinds(hint):
+    for kind in kinds_of(hint):
         if typing.get_origin(kind) is Literal:
             if value not in get_args(kind):
                 raise ValueError(must_be("CanaryConfig", name, f"one of {', '.join(get_args(kind))}", repr(value)))
@@ -229,27 +181,6 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
             return
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return
-    names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in _kinds(hint))
+    names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds_of(hint))
     article = "an" if names[0] in "aeiou" else "a"
     raise TypeError(must_be("CanaryConfig", name, f"{article} {names}", repr(value)))
-
-
-def _parse(name: str, text: str, hint: Any) -> Any:
-    """Return the value that `text` stands for."""
-    kinds = _kinds(hint)
-    if type(None) in kinds and text.lower() == "none":
-        return None
-    for kind in kinds:
-        if kind is bool and text.lower() in _SWITCHES:
-            return _SWITCHES[text.lower()]
-        if kind in (int, float):
-            try:
-                return kind(text)
-            except ValueError:
-                continue
-        if "off" in get_args(kind) and text.lower() in _OFF:
-            return "off"
-        if kind in (str, Path) or typing.get_origin(kind) is Literal:
-            return Path(text) if kind is Path else text
-    expected = "1 or 0" if bool in kinds else " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
-    raise ValueError(f"kv-canary: environment: {name} must be {expected}, got {text!r}")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from kv_canary.config import ENVIRONMENT, read_settings
 from kv_canary.errors import must_be
+from kv_canary.settings import ENVIRONMENT, read_settings
 
 PREFIX = f"{ENVIRONMENT}SHADOW_"
 

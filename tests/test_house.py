@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import inspect
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,27 @@ def imported_by(path: Path, *, everywhere: bool) -> set[str]:
             assert node.level == 0, f"{name_of(path)}:{node.lineno}: relative import"
             names.update(f"{node.module}.{alias.name}" for alias in node.names)
     return names
+
+
+def module_name(path: Path) -> str:
+    folder, *parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join([PACKAGES[folder], *(part for part in parts if part != "__init__")])
+
+
+def runtime_imports(path: Path, modules: Collection[str]) -> Iterator[str]:
+    """Yield those of `modules` that `path` imports, in functions too, but for a type checker alone."""
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in modules else str(node.module)
+        pending.extend(ast.iter_child_nodes(node))
 
 
 def inside(name: str, packages: tuple[str, ...]) -> bool:
@@ -153,6 +175,25 @@ def test_runtime_reaches_implementations_through_the_registry_only() -> None:
         if inside(name, IMPLEMENTATIONS)
     }
     assert direct == set()
+
+
+def test_the_runtime_imports_nothing_of_the_tools_not_even_in_functions() -> None:
+    tools = ("kv_canary.difftest", "kv_canary.bench")
+    reached = {
+        f"{name_of(path)}: {name}"
+        for path in sources("kv_canary")
+        for name in imported_by(path, everywhere=True)
+        if inside(name, tools)
+    }
+    assert reached == set()
+
+
+def test_no_module_imports_itself_by_way_of_others_not_even_in_functions() -> None:
+    modules = {module_name(path): path for folder in PACKAGES for path in sources(folder)}
+    sorter = graphlib.TopologicalSorter(
+        {name: {found for found in runtime_imports(path, modules) if found != name} for name, path in modules.items()}
+    )
+    sorter.prepare()
 
 
 def test_kernels_init_holds_a_docstring_only() -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kv_canary.config import ENVIRONMENT, CanaryConfig
+from kv_canary.config import CanaryConfig
 from kv_canary.perturb import MODES, PerturbConfig
-from kv_canary.perturb.config import PREFIX
+from kv_canary.perturb_settings import PREFIX
+from kv_canary.settings import ENVIRONMENT
 from kv_canary.summary import CanarySummary
 
 ROOT = Path(__file__).parents[1]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from kv_canary import backends
-from kv_canary.difftest.casefile import versions
+from kv_canary.cases.casefile import versions
 from kv_canary.difftest.mutation.mutants import Mutant, make_mutants
 from kv_canary.difftest.mutation.overlay import reached_ops
 from kv_canary.difftest.mutation.pool import Pool, Verdict, cases_of

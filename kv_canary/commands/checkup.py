@@ -16,11 +16,12 @@ import torch
 from kv_canary.backends import interpreting
 from kv_canary.commands.places import problems_of
 from kv_canary.commands.probe import probe, probe_apart
-from kv_canary.config import ENVIRONMENT, CanaryConfig, other_parts, read_settings
+from kv_canary.config import CanaryConfig, other_parts
 from kv_canary.engines.sglang import hooks
 from kv_canary.engines.transformers_layouts import layout_class
 from kv_canary.perturb import PerturbConfig
 from kv_canary.reports.versions import installed, versions
+from kv_canary.settings import ENVIRONMENT, read_settings
 
 ENGINES = ("transformers", "sglang", "vllm")
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kv_canary.config import ENVIRONMENT
 from kv_canary.constants import BACKENDS
+from kv_canary.settings import ENVIRONMENT
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -19,7 +19,7 @@ from kv_canary.demo.serving import Hooks
 from kv_canary.engines.transformers import TransformersCanary
 from kv_canary.engines.transformers_layouts import BlockLayout, Layout
 from kv_canary.perturb import PerturbConfig, Perturber, bytes_of
-from kv_canary.perturb.config import Half
+from kv_canary.perturb_settings import Half
 from kv_canary.pools import KvPool
 from kv_canary.reports import ViolationReport
 

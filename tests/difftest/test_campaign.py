@@ -17,8 +17,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from kv_canary.cases.comparison import Outcome
 from kv_canary.cli import main
-from kv_canary.difftest.runner import Outcome
 from kv_canary.difftest.worker import Executor, import_all
 from kv_canary.specs import get_spec
 

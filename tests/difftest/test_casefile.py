@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import kv_canary as kc
-from kv_canary.difftest.casefile import case_file, imports_of, load, save
-from kv_canary.difftest.runner import Mismatch, Outcome
+from kv_canary.cases.casefile import case_file, imports_of, load, save
+from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.specs import get_spec
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kv_canary.cases.casefile import case_file, load, save
+from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.difftest import corpus
-from kv_canary.difftest.casefile import case_file, load, save
-from kv_canary.difftest.runner import Mismatch, Outcome, check_case
+from kv_canary.difftest.runner import check_case
 from kv_canary.specs import all_specs, get_spec
 
 ENTRIES = corpus.entries()

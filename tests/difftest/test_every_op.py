@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kv_canary.difftest.casefile import check_round_trip
+from kv_canary.cases.casefile import check_round_trip
 from kv_canary.difftest.misuse import check_misuse, misuses
 from kv_canary.difftest.runner import check_case
 from kv_canary.difftest.strategies import cases

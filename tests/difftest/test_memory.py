@@ -19,19 +19,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import kv_canary as kc
-from kv_canary.difftest.casefile import case_file
-from kv_canary.difftest.memory import (
-    GIANT_BYTES,
-    GUARD_BYTES,
-    guarded,
-    is_giant,
-    pack,
-    room_for,
-    sparse_storage,
-    unpack,
-)
+from kv_canary.cases.casefile import case_file
+from kv_canary.cases.comparison import Mismatch, Outcome
+from kv_canary.cases.packing import GIANT_BYTES, is_giant, pack, sparse_storage, unpack
+from kv_canary.difftest.memory import GUARD_BYTES, guarded, room_for
 from kv_canary.difftest.present import call_table
-from kv_canary.difftest.runner import Mismatch, Outcome, check_case
+from kv_canary.difftest.runner import check_case
 from kv_canary.specs import get_spec
 from kv_canary.specs.interface import KernelSpec, Leaf, TensorSpec
 
@@ -90,7 +83,7 @@ def test_sparse_storage_past_the_address_space_is_refused() -> None:
 
 
 def test_sparse_storage_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_canary.difftest.memory._MAP_NORESERVE", 0)
+    monkeypatch.setattr("kv_canary.cases.packing._MAP_NORESERVE", 0)
     with pytest.raises(RuntimeError, match="sparse storage: platform must be one with MAP_NORESERVE"):
         sparse_storage(8)
 
@@ -375,8 +368,9 @@ import triton
 import triton.language as tl
 
 import kv_canary as kc
-from kv_canary.difftest.memory import sparse_storage
-from kv_canary.difftest.runner import Mismatch, check_case
+from kv_canary.cases.packing import sparse_storage
+from kv_canary.cases.comparison import Mismatch
+from kv_canary.difftest.runner import check_case
 from kv_canary.specs.interface import KernelSpec, TensorSpec
 
 SPEC = KernelSpec(

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import kv_canary as kc
-from kv_canary.difftest.runner import Mismatch, Outcome, check_case
+from kv_canary.cases.comparison import Mismatch, Outcome
+from kv_canary.difftest.runner import check_case
 from kv_canary.specs.interface import KernelSpec, StructSpec, TensorSpec
 
 DOUBLE = KernelSpec(

@@ -17,11 +17,11 @@ import torch
 from hypothesis import given, settings
 
 import kv_canary as kc
-from kv_canary import backends, ops
-from kv_canary.difftest import shadow
-from kv_canary.difftest.casefile import load
+from kv_canary import backends, ops, shadow
+from kv_canary.cases.casefile import load
+from kv_canary.cases.comparison import Mismatch
 from kv_canary.difftest.memory import guarded
-from kv_canary.difftest.runner import Mismatch, check_case
+from kv_canary.difftest.runner import check_case
 from kv_canary.difftest.strategies import cases
 from kv_canary.specs import all_specs, get_spec
 
@@ -206,7 +206,7 @@ import logging, sys
 import torch
 import kv_canary as kc
 from kv_canary import ops
-from kv_canary.difftest import shadow
+from kv_canary import shadow
 from kv_canary.specs.interface import KernelSpec, TensorSpec
 
 SPEC = KernelSpec(name="foreign", doc="Copy.", arguments={

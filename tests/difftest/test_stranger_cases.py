@@ -13,11 +13,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from kv_canary.cases.casefile import case_file, imports_of, load, save
+from kv_canary.cases.container import read_container
+from kv_canary.cases.imports import check_imports, replay_line
 from kv_canary.cli import main
 from kv_canary.difftest import corpus
-from kv_canary.difftest.casefile import case_file, imports_of, load, save
-from kv_canary.difftest.container import read_container
-from kv_canary.difftest.imports import check_imports, replay_line
 from kv_canary.difftest.replaying import minimize_case, replay_case
 from kv_canary.specs import get_spec
 

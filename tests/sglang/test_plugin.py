@@ -103,8 +103,8 @@ def test_a_hook_that_was_not_applied_is_an_error_when_the_scheduler_starts():
     code = (
         LOAD
         + """
-    from kv_canary.engines.sglang import hooks
-    hooks.register()
+    from kv_canary.engines.sglang import hooks, session
+    hooks.register(session.HOOKED)
     HookRegistry.apply_hooks()
     hooks.expect_live()
     HookRegistry._patched.discard(hooks.HOOKS[2].target)

@@ -186,8 +186,8 @@ class Cases:
         return archived(restructured(self.contents[which], rng, any_plain))
 
     def read(self, path: Path, console: Console) -> None:
-        from kv_canary.difftest.casefile import imports_of, load
-        from kv_canary.difftest.imports import check_imports
+        from kv_canary.cases.casefile import imports_of, load
+        from kv_canary.cases.imports import check_imports
         from kv_canary.difftest.present import call_table
 
         if path.stat().st_size % 4 == 0:

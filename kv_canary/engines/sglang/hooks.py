@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import logging
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ class Hook:
     Args:
         target: its dotted path.
         kind: "before", "after" or "around", as SGLang calls them.
-        name: of the function in `session` that is called there.
+        name: of the function that is called there, as `register` is given it.
     """
 
     target: str
@@ -49,8 +49,11 @@ HOOKS = (
 _calls: dict[str, int] = {}
 
 
-def register() -> None:
+def register(functions: Mapping[str, Callable[..., Any]]) -> None:
     """Register every hook with SGLang, which applies them as soon as all plugins have run.
+
+    Args:
+        functions: what each hook calls, by the hook's name.
 
     Raises:
         ValueError: SGLang is not installed, or has not all that is to be hooked.
@@ -66,7 +69,7 @@ def register() -> None:
     for hook in HOOKS:
         if hook.target not in _calls:
             _calls[hook.target] = 0
-            HookRegistry.register(hook.target, _counted(hook), HookType(hook.kind))
+            HookRegistry.register(hook.target, _counted(hook, functions[hook.name]), HookType(hook.kind))
 
 
 def sglang_version() -> str:
@@ -118,11 +121,7 @@ def _is_there(target: str) -> bool:
         return False
 
 
-def _counted(hook: Hook) -> Callable[..., Any]:
-    from kv_canary.engines.sglang import session
-
-    function = getattr(session, hook.name)
-
+def _counted(hook: Hook, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:
         _calls[hook.target] += 1

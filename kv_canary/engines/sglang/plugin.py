@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 
-_OFF = ("", "off", "none", "0")
+from kv_canary.settings import is_asked_for
 
 
 def plugin() -> None:
@@ -18,24 +17,23 @@ def plugin() -> None:
     Raises:
         SystemExit: a setting is wrong, or this SGLang is not one that the adapter knows. The text says which.
     """
-    if not wanted() or _detokenizes():
+    if not is_asked_for() or _detokenizes():
         return
     try:
         from kv_canary.config import CanaryConfig
         from kv_canary.engines.sglang import hooks
 
         CanaryConfig.from_env()
-        hooks.register()
+        # Before the session is imported, which needs what is looked for here.
+        hooks.check()
+        from kv_canary.engines.sglang.session import HOOKED
+
+        hooks.register(HOOKED)
     except (TypeError, ValueError) as error:
         raise SystemExit(str(error)) from error
     except Exception as error:
         traceback.print_exc()
         raise SystemExit(f"kv-canary: sglang adapter: it could not be loaded: {error}") from error
-
-
-def wanted() -> bool:
-    """Return whether the environment asks for a canary."""
-    return os.environ.get("KV_CANARY_MODE", "").lower() not in _OFF
 
 
 def _detokenizes() -> bool:

@@ -10,7 +10,7 @@ import atexit
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,13 +19,14 @@ import torch
 from kv_canary.capacities import CanaryLimits
 from kv_canary.config import CanaryConfig
 from kv_canary.engines.patches import Patches
-from kv_canary.engines.sglang import batches, hooks, lifetime, plugin, pools, radix, speculative, support, transfer
+from kv_canary.engines.sglang import batches, hooks, lifetime, pools, radix, speculative, support, transfer
 from kv_canary.forward import ForwardBatch, SingleForwardManager
 from kv_canary.host import send
 from kv_canary.manager import CanaryManager
 from kv_canary.output import logger
 from kv_canary.pools import BufferGroup
 from kv_canary.reports import CanaryViolationError
+from kv_canary.settings import is_asked_for
 from kv_canary.summary import CanaryStatus
 from kv_canary.sweep import CachedSlots
 
@@ -44,7 +45,7 @@ def install(scheduler: Any, *_: Any, **__: Any) -> None:
     global _current
     if _current is not None:
         _current.close()
-    if not plugin.wanted():
+    if not is_asked_for():
         return
     hooks.expect_live()
     _current = Session(scheduler, config=CanaryConfig.from_env())
@@ -74,6 +75,16 @@ def add_to_internal_state(result: Any, *_: Any, **__: Any) -> None:
     """Called after `Scheduler.get_internal_state`, which `/get_server_info` shows."""
     if _current is not None:
         _current.show(result.internal_state)
+
+
+# What hooks call, by the name that each has there.
+HOOKED: Mapping[str, Callable[..., Any]] = {
+    "install": install,
+    "note_requests": note_requests,
+    "forward": forward,
+    "idle": idle,
+    "add_to_internal_state": add_to_internal_state,
+}
 
 
 class Session:

@@ -23,16 +23,17 @@ from typing import Any
 
 import torch
 
-from kv_canary.backends import Implementation, implementation
-from kv_canary.difftest.casefile import SUFFIX, case_file, save
-from kv_canary.difftest.imports import replay_line
-from kv_canary.difftest.memory import sparse_storage
-from kv_canary.difftest.runner import Mismatch, Outcome, differing
+from kv_canary.cases.casefile import SUFFIX, case_file, save
+from kv_canary.cases.comparison import Mismatch, Outcome, differing
+from kv_canary.cases.imports import replay_line
+from kv_canary.cases.packing import sparse_storage
 from kv_canary.shadow_settings import ShadowSettings
 from kv_canary.specs import get_spec
 from kv_canary.specs.interface import KernelSpec, Leaf
 
 logger = logging.getLogger("kv_canary.shadow")
+
+Implementation = Callable[..., None]
 
 # Tensors above this are saved as the rows that the call names, not whole.
 WHOLE_BYTES = 1 << 24
@@ -116,9 +117,9 @@ def summary() -> ShadowSummary:
         )
 
 
-def shadowed(op: str) -> Implementation:
-    """Return the shadow backend's implementation of an op: Triton's, compared every now and then."""
-    spec, serve, check = get_spec(op), implementation(op, "triton"), implementation(op, "reference")
+def shadowed(op: str, *, serve: Implementation, check: Implementation) -> Implementation:
+    """Return the shadow backend's implementation of an op: `serve`, compared with `check` every now and then."""
+    spec, imports = get_spec(op), _registered_by(op, serve, check)
 
     def launch(**arguments: Any) -> None:
         if not _shadow.due(op):
@@ -128,7 +129,7 @@ def shadowed(op: str) -> Implementation:
         serve(**arguments)
         # A fault of the check is never the engine's problem.
         try:
-            _compare(spec, before, arguments, check)
+            _compare(spec, before, arguments, check, imports)
         except Exception:
             logger.exception("kv-canary: shadow: %s could not be compared", op)
 
@@ -140,7 +141,13 @@ def _copy_written(leaf: Leaf) -> torch.Tensor:
     return leaf.tensor if leaf.role == "in" else leaf.tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _compare(spec: KernelSpec, before: Mapping[str, Any], served: Mapping[str, Any], check: Implementation) -> None:
+def _compare(
+    spec: KernelSpec,
+    before: Mapping[str, Any],
+    served: Mapping[str, Any],
+    check: Implementation,
+    imports: tuple[str, ...],
+) -> None:
     copies = spec.map_tensors(before, _copy_written)
     check(**copies)
     expected, got = (
@@ -149,7 +156,7 @@ def _compare(spec: KernelSpec, before: Mapping[str, Any], served: Mapping[str, A
     )
     on_host = spec.map_tensors(before, lambda leaf: leaf.tensor if leaf.role == "in" else leaf.tensor.cpu())
     # The reference's rows past a full ring are not kept anywhere, so an overflowed ring is compared by its count.
-    found = differing(spec, on_host, expected, got, overflowed=False)
+    found = differing(spec, on_host, expected, got)
     if found is None:
         return
     path, detail = found
@@ -159,17 +166,22 @@ def _compare(spec: KernelSpec, before: Mapping[str, Any], served: Mapping[str, A
     with _shadow.lock:
         _shadow.differences[spec.name] += 1
         number = sum(_shadow.differences.values())
-    file = _save(spec, before, served, mismatch, number) if number <= _shadow.config.most_files else None
+    file = _save(spec, before, served, mismatch, number, imports) if number <= _shadow.config.most_files else None
     told = "not saved: enough files are"
     if file is not None:
-        told = f"replay it with: {replay_line(file, imports=_registered_by(spec.name))}"
+        told = f"replay it with: {replay_line(file, imports=imports)}"
     logger.error("kv-canary: shadow: %s; %s", mismatch, told)
     if _shadow.config.on_difference is not None:
         _shadow.config.on_difference(mismatch, file)
 
 
 def _save(
-    spec: KernelSpec, before: Mapping[str, Any], served: Mapping[str, Any], mismatch: Mismatch, number: int
+    spec: KernelSpec,
+    before: Mapping[str, Any],
+    served: Mapping[str, Any],
+    mismatch: Mismatch,
+    number: int,
+    imports: tuple[str, ...],
 ) -> Path:
     named = _named_rows(spec, before)
     layouts = {leaf.path: leaf.tensor.stride() for leaf in spec.leaves(served)}
@@ -177,19 +189,19 @@ def _save(
     launch = _shadow.launches[spec.name]
     path = _shadow.config.folder / f"{spec.name}-{os.getpid()}-{number}{SUFFIX}"
     facts: dict[str, str | int | float] = {"seen": "shadow backend", "launch": launch}
-    save(case_file(spec, call, mismatch, facts=facts, imports=_registered_by(spec.name)), path)
+    save(case_file(spec, call, mismatch, facts=facts, imports=imports), path)
     with _shadow.lock:
         _shadow.files.append(path)
     return path
 
 
-def _registered_by(op: str) -> tuple[str, ...]:
+def _registered_by(op: str, *implementations: Implementation) -> tuple[str, ...]:
     """Return the files or modules that register an op from outside this package, as `--import` takes them."""
     if importlib.util.find_spec(f"kv_canary.specs.{op}") is not None:
         return ()
     names: dict[str, None] = {}
-    for backend in ("reference", "triton"):
-        name = implementation(op, backend).__module__
+    for implementation in implementations:
+        name = implementation.__module__
         # A script, or what was imported by its path, has no name for another process; a part of a package has.
         names[name if "." in name else str(getattr(sys.modules.get(name), "__file__", name))] = None
     return tuple(names)

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from kv_canary import __version__
-from kv_canary.difftest.container import read_container
-from kv_canary.difftest.layouts import packed_bytes
-from kv_canary.difftest.memory import pack, unpack
-from kv_canary.difftest.runner import Mismatch, Outcome
+from kv_canary.cases.comparison import Mismatch, Outcome
+from kv_canary.cases.container import read_container
+from kv_canary.cases.packing import pack, packed_bytes, unpack
 from kv_canary.errors import must_be, printable
 from kv_canary.specs import get_spec
 from kv_canary.specs.interface import KernelSpec, ScalarSpec, StructSpec, TensorSpec

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
-from kv_canary.config import ENVIRONMENT, read_settings
 from kv_canary.errors import must_be
+from kv_canary.settings import ENVIRONMENT, read_settings
 
 Mode = Literal["req_to_token", "real_kv_used", "real_kv_unused_cache", "real_kv_post_forward", "next_token_swap"]
 Half = Literal["", "K", "V"]
