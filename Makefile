@@ -65,11 +65,11 @@ planted: .venv/.stamp ## how long fuzzing takes to find bugs that were planted
 
 # With -P Python leaves this folder out of its path.
 soak: .venv/.stamp ## healthy engines stay silent, injected faults are found (JOBS=...); writes both to bench/results
-	.venv/bin/python -P -m kv_canary.bench.soak --jobs $(JOBS) --json bench/results/soak.json
-	.venv/bin/python -P -m kv_canary.bench.detection --jobs $(JOBS) --json bench/results/detection.json
+	.venv/bin/kv-canary stress soak --jobs $(JOBS) --json bench/results/soak.json
+	.venv/bin/kv-canary stress detection --jobs $(JOBS) --json bench/results/detection.json
 
 chaos: .venv/.stamp ## the canary itself fails at random, and no engine notices (MINUTES=..., JOBS=...)
-	.venv/bin/python -P -m kv_canary.bench.chaos --minutes $(MINUTES) --jobs $(JOBS)
+	.venv/bin/kv-canary stress chaos --minutes $(MINUTES) --jobs $(JOBS)
 
 evidence: .venv/.stamp ## which measured results are of this code, and do the pages that quote them say so
 	.venv/bin/kv-canary evidence

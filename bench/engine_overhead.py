@@ -38,7 +38,7 @@ from rich.table import Table
 
 from kv_canary.bench.engine_served import Engine, Run, Shape, make_model
 from kv_canary.bench.engine_times import ForwardTimes, Watch
-from kv_canary.bench.facts import facts
+from kv_canary.commands.facts import facts
 from kv_canary.perturb import PerturbConfig, Perturber
 
 # Settings of the canary by mode; None: there is none.

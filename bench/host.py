@@ -28,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 
 import kv_canary as kc
-from kv_canary.bench.facts import facts
+from kv_canary.commands.facts import facts
 
 ROW_BYTES = 256
 PHASES = ("begin", "head", "tail", "end")

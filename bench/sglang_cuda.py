@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from kv_canary.bench.facts import facts
+from kv_canary.commands.facts import facts
 from kv_canary.reports.versions import installed
 
 GRAPH_SIZES = [1, 2, 4, 8]

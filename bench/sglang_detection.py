@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kv_canary.bench.facts import facts
 from kv_canary.bench.sglang_engine import BYTES_PER_TOKEN, LAYERS, write_tiny_model
 from kv_canary.bench.sglang_faults import FAULTS, HEALTHY, Fault
 from kv_canary.bench.sglang_lives import COLUMNS, NONE, Column, Seen, Task, run
 from kv_canary.bench.sglang_page import cells, page
 from kv_canary.commands.evidence_pages import fill
+from kv_canary.commands.facts import facts
 from kv_canary.reports.versions import installed
 from kv_canary.specs.structures import KvSource
 

@@ -30,7 +30,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import RequestState
 
 import kv_canary
-from kv_canary.bench.facts import facts
+from kv_canary.commands.facts import facts
 
 PAGE, NEW_TOKENS, TIMEOUT = 16, 24, 120.0
 LENGTHS = (3, 15, 16, 17, 32, 40, 90, 200)

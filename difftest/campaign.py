@@ -27,7 +27,6 @@ from kv_canary.cases.comparison import Mismatch
 from kv_canary.difftest.coverage import Coverage
 from kv_canary.difftest.features import of_call
 from kv_canary.difftest.generic import ROUND_EXAMPLES, check_call, search, search_engine, search_rounds
-from kv_canary.difftest.mutation.planted import find_planted
 from kv_canary.difftest.worker import Executor, import_all, prepare
 from kv_canary.errors import must_be
 from kv_canary.specs import all_specs, get_spec
@@ -80,6 +79,8 @@ class Campaign:
                 raise ValueError(must_be("difftest", "op", expected, repr(target)))
 
         if self.plant is not None:
+            from kv_canary.difftest.mutation.planted import find_planted
+
             find_planted(self.plant)
 
     def all_targets(self) -> tuple[str, ...]:

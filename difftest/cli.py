@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kv_canary.cases.imports import check_imports, replay_line
-from kv_canary.difftest.mutation.cli import mutants
+from kv_canary.commands.group import LazyGroup
 
 if TYPE_CHECKING:
     from kv_canary.cases.casefile import CaseFile
@@ -32,7 +32,20 @@ device_option = click.option(
 imports_option = click.option(
     "--import", "imports", multiple=True, metavar="FILE|MODULE", help="Import this first: it registers ops of its own."
 )
-plant_option = click.option("--plant", metavar="NAME", help="Run with a planted bug; see `kv-canary difftest planted`.")
+
+
+def _check_plant(ctx: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
+    if name is not None and importlib.util.find_spec("kv_canary.difftest.mutation") is None:
+        raise click.UsageError("--plant needs a checkout of kv-canary: an installed package does not hold the bugs")
+    return name
+
+
+plant_option = click.option(
+    "--plant",
+    metavar="NAME",
+    callback=_check_plant,
+    help="Run with a planted bug; see `kv-canary difftest planted`. Needs a checkout.",
+)
 case_imports_option = click.option(
     "--import",
     "imports",
@@ -49,7 +62,13 @@ max_gib_option = click.option(
 )
 
 
-@click.group()
+@click.group(
+    cls=LazyGroup,
+    elsewhere={
+        "mutants": "kv_canary.difftest.mutation.cli:mutants",
+        "planted": "kv_canary.difftest.mutation.cli:planted",
+    },
+)
 def difftest() -> None:
     """Prove that kernels equal their references, byte for byte.
 
@@ -296,90 +315,6 @@ def add_to_corpus(file: Path, name: str | None, imports: tuple[str, ...], max_gi
     _load(file, imports, max_gib)
     with _usage_errors():
         click.echo(f"added {add(file, name=name, most_bytes=_bytes(max_gib))}")
-
-
-difftest.add_command(mutants)
-
-
-@difftest.command("planted")
-@click.option("--name", "names", multiple=True, metavar="NAME", help="Only this bug; may be repeated.")
-@click.option("--list", "only_list", is_flag=True, help="List the bugs, and stop.")
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Campaigns for each bug.")
-@click.option("--limit", type=click.FloatRange(min=1), default=60.0, show_default=True, help="Seconds to find it in.")
-@device_option
-@click.option("--jobs", type=click.IntRange(1), default=os.cpu_count(), show_default="cores", help="Parallel jobs.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the first campaign; the next ones count up.")
-@click.option(
-    "--findings",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("findings"),
-    show_default=True,
-    help="Folder for what is found.",
-)
-@click.option("--json", "json_path", type=OUT_FILE, help="Write the facts here, for a machine.")
-@click.option("--commit", default="unknown", help="The commit under test, for --json.")
-def planted_bugs(names: tuple[str, ...], only_list: bool, json_path: Path | None, commit: str, **options: Any) -> None:
-    """Score the fuzzer: plant a known bug, fuzz every op, and time what is found first.
-
-    Exit code 0 where every campaign found its bug, 1 where one did not.
-
-    \b
-    Examples:
-      kv-canary difftest planted --list
-      kv-canary difftest planted --name lut-twice --repeats 5
-    """
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    from rich.table import Table
-
-    from kv_canary.difftest import present
-    from kv_canary.difftest.mutation.planted import PLANTED_BUGS, PlantedBug
-    from kv_canary.difftest.worker import prepare
-
-    console = Console()
-    if only_list:
-        table = Table("name", "mistake", "file", "what it shows")
-        for bug in PLANTED_BUGS:
-            table.add_row(bug.name, bug.kind, bug.file, bug.shows)
-        console.print(table)
-        return
-    from kv_canary.difftest.mutation.score import score
-
-    try:
-        prepare(options["device"])
-        limit_s = options.pop("limit")
-        with Progress(SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), transient=True) as bar:
-            task = bar.add_task("starting")
-
-            def on_change(bug: PlantedBug, repeat: int, result: CampaignResult) -> None:
-                told = f"{bug.name}, campaign {repeat + 1}: {result.cases} cases, {len(result.findings)} findings"
-                bar.update(task, description=told)
-
-            scores = score(names, limit_s=limit_s, on_change=on_change, **options)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
-    lines = {
-        str(s.finding.file): replay_line(s.finding.file, device=options["device"], plant=s.bug.name)
-        for s in scores
-        if s.finding is not None
-    }
-    present.show_scores(console, scores, lines, limit_s=limit_s)
-    if json_path is not None:
-        from kv_canary.cases.casefile import versions
-        from kv_canary.commands.evidence import digests
-        from kv_canary.difftest.campaign import device_name
-
-        facts = {
-            "device": device_name(options["device"]),
-            "versions": versions(),
-            "commit": commit,
-            "sources": digests("planted"),
-            "jobs": options["jobs"],
-            "limit_s": limit_s,
-            "planted": [s.as_dict() for s in scores],
-        }
-        json_path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    raise SystemExit(0 if all(s.found for s in scores) else 1)
 
 
 @difftest.command("sanitize")

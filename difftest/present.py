@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -17,7 +17,6 @@ from kv_canary.cases.casefile import CaseFile
 from kv_canary.cases.packing import INTEGERS
 from kv_canary.difftest.campaign import Campaign, CampaignResult
 from kv_canary.difftest.coverage import feasible_pairs
-from kv_canary.difftest.mutation.score import Score
 from kv_canary.difftest.replaying import Replay
 from kv_canary.errors import printable
 from kv_canary.specs import get_spec
@@ -110,20 +109,6 @@ def show_replay(console: Console, case: CaseFile, replay: Replay) -> None:
             row.append("\n".join(difference.writers or ()) or "no program")
         table.add_row(*row)
     console.print(table)
-
-
-def show_scores(console: Console, scores: Sequence[Score], lines: Mapping[str, str], *, limit_s: float) -> None:
-    """Print how long each planted bug took to find, and the lines that replay what was found."""
-    table = Table("planted", "mistake", "found after, s", "median", "shrunk to")
-    for one in scores:
-        times = ", ".join("-" if t is None else f"{t:.1f}" for t in one.found_after_s)
-        median = Text("not always found", style="bold red")
-        if one.median_s is not None:
-            median = Text(f"{one.median_s:.1f}", style="green" if one.median_s <= limit_s else "red")
-        table.add_row(one.bug.name, one.bug.kind, times, median, one.finding.says if one.finding else "")
-    console.print(table)
-    for line in lines.values():
-        console.print(line, soft_wrap=True, highlight=False)
 
 
 def call_table(case: CaseFile) -> Table:

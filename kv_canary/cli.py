@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -11,32 +10,20 @@ from pathlib import Path
 import click
 
 from kv_canary import __version__
+from kv_canary.commands.group import LazyGroup
 from kv_canary.constants import BACKENDS
 
-# Commands that live elsewhere: each is imported when it is asked for, as <module>.<name>.
 _ELSEWHERE = {
-    "bench": "kv_canary.bench.cli",
-    "difftest": "kv_canary.difftest.cli",
-    "doctor": "kv_canary.commands.doctor",
-    "evidence": "kv_canary.commands.evidence_pages",
-    "report": "kv_canary.commands.report",
+    "bench": "kv_canary.bench.cli:bench",
+    "difftest": "kv_canary.difftest.cli:difftest",
+    "doctor": "kv_canary.commands.doctor:doctor",
+    "evidence": "kv_canary.commands.evidence_pages:evidence",
+    "report": "kv_canary.commands.report:report",
+    "stress": "kv_canary.difftest.stress.cli:stress",
 }
 
 
-class _Commands(click.Group):
-    """The commands here, and those that live elsewhere."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *_ELSEWHERE])
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in _ELSEWHERE:
-            command: click.Command = getattr(importlib.import_module(_ELSEWHERE[cmd_name]), cmd_name)
-            return command
-        return super().get_command(ctx, cmd_name)
-
-
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, elsewhere=_ELSEWHERE, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kv-canary")
 @click.option("-v", "--verbose", is_flag=True, help="Log what the canary does.")
 def main(verbose: bool) -> None:

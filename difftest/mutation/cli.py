@@ -1,22 +1,25 @@
-"""`kv-canary difftest mutants`: how much the differential tests notice."""
+"""`kv-canary difftest mutants` and `planted`: how much the differential tests notice, and how soon."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kv_canary.difftest.campaign import CampaignResult
     from kv_canary.difftest.mutation.mutants import Mutant
+    from kv_canary.difftest.mutation.planted import PlantedBug
     from kv_canary.difftest.mutation.run import MutantResult, MutationReport
+    from kv_canary.difftest.mutation.score import Score
 
 
 @click.command()
@@ -154,3 +157,105 @@ def show_report(console: Console, report: MutationReport) -> None:
     outcomes = Counter(r.outcome for r in report.of(MutantStatus.KILLED))
     told = ", ".join(f"{name} {count}" for name, count in outcomes.most_common())
     console.print(f"killed by: {told or 'nothing'}; {report.seconds:.0f} s on {report.device}")
+
+
+@click.command()
+@click.option("--name", "names", multiple=True, metavar="NAME", help="Only this bug; may be repeated.")
+@click.option("--list", "only_list", is_flag=True, help="List the bugs, and stop.")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Campaigns for each bug.")
+@click.option("--limit", type=click.FloatRange(min=1), default=60.0, show_default=True, help="Seconds to find it in.")
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where Triton runs."
+)
+@click.option("--jobs", type=click.IntRange(1), default=os.cpu_count(), show_default="cores", help="Parallel jobs.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the first campaign; the next ones count up.")
+@click.option(
+    "--findings",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("findings"),
+    show_default=True,
+    help="Folder for what is found.",
+)
+@click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the facts here, for a machine."
+)
+@click.option("--commit", default="unknown", help="The commit under test, for --json.")
+def planted(names: tuple[str, ...], only_list: bool, json_path: Path | None, commit: str, **options: Any) -> None:
+    """Score the fuzzer: plant a known bug, fuzz every op, and time what is found first.
+
+    Exit code 0 where every campaign found its bug, 1 where one did not.
+
+    \b
+    Examples:
+      kv-canary difftest planted --list
+      kv-canary difftest planted --name lut-twice --repeats 5
+    """
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+
+    from kv_canary.cases.imports import replay_line
+    from kv_canary.difftest.mutation.planted import PLANTED_BUGS
+    from kv_canary.difftest.worker import prepare
+
+    console = Console()
+    if only_list:
+        table = Table("name", "mistake", "file", "what it shows")
+        for bug in PLANTED_BUGS:
+            table.add_row(bug.name, bug.kind, bug.file, bug.shows)
+        console.print(table)
+        return
+    from kv_canary.difftest.mutation.score import score
+
+    try:
+        prepare(options["device"])
+        limit_s = options.pop("limit")
+        with Progress(SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), transient=True) as bar:
+            task = bar.add_task("starting")
+
+            def on_change(bug: PlantedBug, repeat: int, result: CampaignResult) -> None:
+                told = f"{bug.name}, campaign {repeat + 1}: {result.cases} cases, {len(result.findings)} findings"
+                bar.update(task, description=told)
+
+            scores = score(names, limit_s=limit_s, on_change=on_change, **options)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    lines = {
+        str(s.finding.file): replay_line(s.finding.file, device=options["device"], plant=s.bug.name)
+        for s in scores
+        if s.finding is not None
+    }
+    _show_scores(console, scores, lines, limit_s=limit_s)
+    if json_path is not None:
+        from kv_canary.cases.casefile import versions
+        from kv_canary.commands.evidence import digests
+        from kv_canary.difftest.campaign import device_name
+
+        facts = {
+            "device": device_name(options["device"]),
+            "versions": versions(),
+            "commit": commit,
+            "sources": digests("planted"),
+            "jobs": options["jobs"],
+            "limit_s": limit_s,
+            "planted": [s.as_dict() for s in scores],
+        }
+        json_path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    raise SystemExit(0 if all(s.found for s in scores) else 1)
+
+
+def _show_scores(console: Console, scores: Sequence[Score], lines: Mapping[str, str], *, limit_s: float) -> None:
+    """Print how long each planted bug took to find, and the lines that replay what was found."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("planted", "mistake", "found after, s", "median", "shrunk to")
+    for one in scores:
+        times = ", ".join("-" if t is None else f"{t:.1f}" for t in one.found_after_s)
+        median = Text("not always found", style="bold red")
+        if one.median_s is not None:
+            median = Text(f"{one.median_s:.1f}", style="green" if one.median_s <= limit_s else "red")
+        table.add_row(one.bug.name, one.bug.kind, times, median, one.finding.says if one.finding else "")
+    console.print(table)
+    for line in lines.values():
+        console.print(line, soft_wrap=True, highlight=False)

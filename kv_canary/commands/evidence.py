@@ -51,7 +51,7 @@ KINDS = {
     "detection": Evidence(
         files=("detection.json", "h200_detection.json"),
         sources=RUNTIME,
-        command="make soak; on a GPU: python -P -m kv_canary.bench.detection --device cuda --json FILE",
+        command="make soak; on a GPU: kv-canary stress detection --device cuda --json FILE",
     ),
     "chaos": Evidence(files=("chaos.json",), sources=RUNTIME, command="make chaos MINUTES=60"),
     "sglang_chaos": Evidence(
@@ -103,15 +103,15 @@ KINDS = {
     "overlap": Evidence(
         files=("h200_overlap.json",),
         sources=RUNTIME,
-        command="python -P -m kv_canary.bench.overlap --device cuda --json FILE",
+        command="kv-canary stress overlap --device cuda --json FILE",
     ),
     "transfer": Evidence(
-        files=("h200_pd.json",), sources=RUNTIME, command="python -P -m kv_canary.bench.pd --device cuda --json FILE"
+        files=("h200_pd.json",), sources=RUNTIME, command="kv-canary stress transfer --device cuda --json FILE"
     ),
     "ranks": Evidence(
         files=("h200_ranks.json",),
         sources=RUNTIME,
-        command="python -P -m kv_canary.bench.ranks --device cuda --json FILE",
+        command="kv-canary stress ranks --device cuda --json FILE",
     ),
     "transformers": Evidence(
         files=("h200_transformers.json",),

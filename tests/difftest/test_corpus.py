@@ -10,8 +10,9 @@ import torch
 from kv_canary.cases.casefile import case_file, load, save
 from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.difftest import corpus
+from kv_canary.difftest.engine import ENGINE_OPS
 from kv_canary.difftest.runner import check_case
-from kv_canary.specs import all_specs, get_spec
+from kv_canary.specs import get_spec
 
 ENTRIES = corpus.entries()
 
@@ -22,8 +23,8 @@ def test_no_longer_fails(path: Path, device: torch.device) -> None:
     check_case(get_spec(file.op), file.arguments, device=device)
 
 
-def test_knows_a_failure_of_every_op() -> None:
-    assert {load(path).op for path in ENTRIES} == set(all_specs())
+def test_knows_a_failure_of_every_op_of_engines() -> None:
+    assert {load(path).op for path in ENTRIES} >= set(ENGINE_OPS)
     assert all(load(path).outcome for path in ENTRIES)
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import kv_canary as kc
-from kv_canary.bench.rank_engine import Place, RankEngine
+from kv_canary.difftest.stress.rank_engine import Place, RankEngine
 from kv_canary.ranks import meeting
 
 # Seconds that ranks wait for each other where one of them pauses, so that a busy machine parts them nowhere else; for

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kv_canary.bench import ranks
-from kv_canary.bench.rank_scenarios import SCENARIOS, judge
+from kv_canary.difftest.stress import ranks
+from kv_canary.difftest.stress.rank_scenarios import SCENARIOS, judge
 
 Results = dict[str, list[dict[str, Any]]]
 # What a benchmark alone is for.

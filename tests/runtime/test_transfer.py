@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import kv_canary as kc
-from kv_canary.bench import pd
-from kv_canary.bench.pd_faults import FAULTS
 from kv_canary.constants import OWNER_MASK
 from kv_canary.difftest.engine.transfer import FULL, LAYERS, PAGE, SWA, WINDOW
+from kv_canary.difftest.stress import transfer as campaign
+from kv_canary.difftest.stress.transfer_faults import FAULTS
 from kv_canary.state import anchor_of
 from kv_canary.transfer import Landing, buffers, compare_geometry, geometry_word, land, write_aside
 
@@ -360,7 +361,7 @@ Expected = dict[tuple[str, str], dict[int, set[str]]]
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    return {r["run"]: r for r in pd.measure(pd.RUNS)}
+    return {r["run"]: r for r in campaign.measure(campaign.RUNS)}
 
 
 def in_both(who: str, reasons: dict[int, set[str]]) -> Expected:
@@ -440,14 +441,14 @@ def first_seen(reports: list[dict[str, Any]]) -> Expected:
     return found
 
 
-def of_faults(*, other_geometry: bool) -> list[pd.Run]:
-    return [run for run in pd.RUNS if run.fault is not None and run.other_geometry == other_geometry]
+def of_faults(*, other_geometry: bool) -> list[campaign.Run]:
+    return [run for run in campaign.RUNS if run.fault is not None and run.other_geometry == other_geometry]
 
 
-@pytest.mark.parametrize("run", [r for r in pd.RUNS if r.fault is None], ids=lambda r: r.name)
-def test_a_healthy_pair_is_silent(results: dict[str, Any], run: pd.Run) -> None:
+@pytest.mark.parametrize("run", [r for r in campaign.RUNS if r.fault is None], ids=lambda r: r.name)
+def test_a_healthy_pair_is_silent(results: dict[str, Any], run: campaign.Run) -> None:
     result = results[run.name]
-    for side in pd.SIDES:
+    for side in campaign.SIDES:
         assert result[side]["reports"] == []
         summary = result[side]["summary"]
         assert summary["status"] == "healthy"
@@ -462,7 +463,7 @@ def test_a_healthy_pair_is_silent(results: dict[str, Any], run: pd.Run) -> None:
 
 def test_the_healthy_pair_meets_what_hides_bugs(results: dict[str, Any]) -> None:
     """Lengths around multiples of the page, decoding over several pages, other slots there, and slots used again."""
-    run = pd.RUNS[0]
+    run = campaign.RUNS[0]
     lengths = {length for wave in run.waves for _, _, length in wave}
     assert {n * PAGE + d for n in range(1, 5) for d in (-1, 0, 1)} <= lengths
     assert run.new_tokens > 2 * PAGE
@@ -481,14 +482,14 @@ def test_the_healthy_pair_meets_what_hides_bugs(results: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("run", of_faults(other_geometry=False), ids=lambda r: r.name)
-def test_a_fault_is_found_where_it_is_and_nowhere_else(results: dict[str, Any], run: pd.Run) -> None:
+def test_a_fault_is_found_where_it_is_and_nowhere_else(results: dict[str, Any], run: campaign.Run) -> None:
     result = results[run.name]
     assert result["prefill"]["reports"] == []
     reports = result["decode"]["reports"]
     assert result["decode"]["summary"]["violations"] == len(reports)
     wanted = expected(run.fault, run.pool)
     assert first_seen(reports) == wanted
-    assert pd.is_as_it_should_be(run, result)
+    assert campaign.is_as_it_should_be(run, result)
     # By the first forward that reads it; what later ones add is the token behind it, which follows another prefix.
     first_step = result["decode"]["first_steps"]["target"]
     assert all(r["step"] >= first_step for r in reports if r["request"] != "intruder")
@@ -509,26 +510,26 @@ def test_a_fault_is_found_where_it_is_and_nowhere_else(results: dict[str, Any], 
 
 @pytest.mark.parametrize("run", of_faults(other_geometry=True), ids=lambda r: r.name)
 def test_with_another_geometry_records_are_covered_and_bytes_on_the_way_are_not(
-    results: dict[str, Any], run: pd.Run
+    results: dict[str, Any], run: campaign.Run
 ) -> None:
     result = results[run.name]
     assert result["decode"]["landed"]["uncovered"] == result["decode"]["landed"]["received"]
     assert first_seen(result["decode"]["reports"]) == (
         {} if run.fault == "a K byte changed" else expected(run.fault, run.pool)
     )
-    assert pd.is_as_it_should_be(run, result)
+    assert campaign.is_as_it_should_be(run, result)
 
 
 def test_a_verdict_sees_silence_noise_and_wrong_blame(results: dict[str, Any]) -> None:
-    healthy, faulty = pd.RUNS[0], of_faults(other_geometry=False)[0]
+    healthy, faulty = campaign.RUNS[0], of_faults(other_geometry=False)[0]
     good, bad = results[healthy.name], results[faulty.name]
-    assert pd.is_as_it_should_be(healthy, good)
-    assert not pd.is_as_it_should_be(healthy, bad)
-    assert not pd.is_as_it_should_be(faulty, good)
-    assert not pd.is_as_it_should_be(dataclasses.replace(faulty, pool=SWA), bad)
-    assert not pd.is_as_it_should_be(faulty, {**bad, "prefill": bad["decode"]})
+    assert campaign.is_as_it_should_be(healthy, good)
+    assert not campaign.is_as_it_should_be(healthy, bad)
+    assert not campaign.is_as_it_should_be(faulty, good)
+    assert not campaign.is_as_it_should_be(dataclasses.replace(faulty, pool=SWA), bad)
+    assert not campaign.is_as_it_should_be(faulty, {**bad, "prefill": bad["decode"]})
     stale = {**good["decode"], "summary": {**good["decode"]["summary"], "status": "stale"}}
-    assert not pd.is_as_it_should_be(healthy, {**good, "decode": stale})
+    assert not campaign.is_as_it_should_be(healthy, {**good, "decode": stale})
 
 
 def test_the_table_in_the_docs_is_what_was_found(results: dict[str, Any]) -> None:
@@ -556,20 +557,20 @@ def table(results: dict[str, Any]) -> list[str]:
 def test_the_benchmark_writes_what_it_saw(
     results: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(pd, "measure", lambda runs, **_: [results[run.name] for run in runs])
-    out = tmp_path / "pd.json"
-    assert pd.main(["--json", str(out)]) == 0
+    monkeypatch.setattr(campaign, "measure", lambda runs, **_: [results[run.name] for run in runs])
+    out = tmp_path / "campaign.json"
+    assert CliRunner().invoke(campaign.main, ["--json", str(out)]).exit_code == 0
     facts = json.loads(out.read_text())
     assert facts["device"].startswith("CPU")
     assert facts["faults"] == facts["faults_found"] == 2 * len(FAULTS) + 2
     assert facts["wrong"] == []
-    assert [r["run"] for r in facts["runs"]] == [run.name for run in pd.RUNS]
+    assert [r["run"] for r in facts["runs"]] == [run.name for run in campaign.RUNS]
     # A fault that nobody found.
-    silent = {**results[pd.RUNS[0].name], "run": pd.RUNS[2].name}
-    monkeypatch.setattr(pd, "measure", lambda runs, **_: [*(results[run.name] for run in runs[:2]), silent])
-    monkeypatch.setattr(pd, "RUNS", pd.RUNS[:3])
-    assert pd.main(["--json", str(out)]) == 1
-    assert json.loads(out.read_text())["wrong"] == [pd.RUNS[2].name]
+    silent = {**results[campaign.RUNS[0].name], "run": campaign.RUNS[2].name}
+    monkeypatch.setattr(campaign, "measure", lambda runs, **_: [*(results[run.name] for run in runs[:2]), silent])
+    monkeypatch.setattr(campaign, "RUNS", campaign.RUNS[:3])
+    assert CliRunner().invoke(campaign.main, ["--json", str(out)]).exit_code == 1
+    assert json.loads(out.read_text())["wrong"] == [campaign.RUNS[2].name]
 
 
 def test_a_process_that_fails_takes_the_other_along() -> None:

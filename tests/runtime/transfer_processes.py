@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from kv_canary.bench.pd import PREFILL, pair
+from kv_canary.difftest.stress.transfer import PREFILL, pair
 
 
 def dies(rank: int, folder: str) -> None:

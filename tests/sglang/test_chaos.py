@@ -17,8 +17,8 @@ import logging
 
 import numpy as np
 
-from kv_canary.bench.canary_faults import Faults, SourHandler, SourObserver
-from kv_canary.bench.facts import facts
+from kv_canary.commands.facts import facts
+from kv_canary.difftest.stress.canary_faults import Faults, SourHandler, SourObserver
 from kv_canary.engines.sglang import session
 
 from .test_contained import build, check_greedy, fail_at_random, plant, serve, state

@@ -3,12 +3,10 @@
 Prefill runs chunked forwards and sends every buffer's pages in list order; decode lands them and goes on. On a CPU the
 messages go through gloo, with `--device cuda` through NCCL, from one GPU to another. Every run that should be silent
 must be, and every fault must be found; the figures go to the JSON.
-Run: `python -m kv_canary.bench.pd --device cuda --json bench/results/h200_pd.json`
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -21,13 +19,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from kv_canary.bench.facts import facts
-from kv_canary.bench.pd_faults import (
+from kv_canary.commands.facts import facts
+from kv_canary.difftest.engine.transfer import FULL, PAGE, READ_BYTES, SWA, Copy, Request, TransferEngine
+from kv_canary.difftest.stress.transfer_faults import (
     BLAMED,
     FAULTS,
     SILENT,
@@ -36,7 +36,6 @@ from kv_canary.bench.pd_faults import (
     in_the_old_layout,
     overwrite,
 )
-from kv_canary.difftest.engine.transfer import FULL, PAGE, READ_BYTES, SWA, Copy, Request, TransferEngine
 from kv_canary.transfer import Landing, compare_geometry, geometry_word, land
 
 PREFILL, DECODE = range(2)
@@ -341,22 +340,35 @@ def describe(found: dict[str, Any]) -> str:
     return "; ".join(f"{request} {tag} {reasons}" for request, tag, reasons in kinds) or "nothing"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run everything, print a line each, write the JSON, and return 1 if a healthy run was loud or a fault silent."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda takes two GPUs")
-    parser.add_argument("--backend", choices=("reference", "triton"), help="default: triton on cuda, else reference")
-    parser.add_argument("--json", type=Path, help="where the JSON goes; left out: printed")
-    parser.add_argument("--commit", help="the commit measured, for the JSON; else what git says")
-    arguments = parser.parse_args(argv)
-    if arguments.device == "cuda" and torch.cuda.device_count() < 2:
-        parser.error(f"--device cuda needs two GPUs, got {torch.cuda.device_count()}")
-    results = measure(RUNS, device=arguments.device, backend=arguments.backend)
+@click.command()
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="cuda: two GPUs.")
+@click.option(
+    "--backend",
+    type=click.Choice(["reference", "triton"]),
+    help="The canary's. [default: triton on cuda, else reference]",
+)
+@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the facts here too.")
+@click.option("--commit", help="The commit under test, for --json. [default: what git says]")
+def main(device: str, backend: str | None, path: Path | None, commit: str | None) -> None:
+    """Transfer requests between two processes, a prefill and a decode side, healthy and with faults.
+
+    Nothing may be reported of a healthy transfer, and every fault must be found by the side that can see it.
+
+    Exit codes: 0 as it should be, 1 a healthy run was loud or a fault silent, 2 misuse.
+
+    \b
+    Examples:
+      kv-canary stress transfer
+      kv-canary stress transfer --device cuda --json h200_pd.json
+    """
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        raise click.UsageError(f"--device cuda must be on a machine with two GPUs, got {torch.cuda.device_count()}")
+    results = measure(RUNS, device=device, backend=backend)
     good = [is_as_it_should_be(run, result) for run, result in zip(RUNS, results, strict=True)]
     for result, ok in zip(results, good, strict=True):
-        print(f"{'ok   ' if ok else 'WRONG'} {result['run']:45} {describe(result['decode'])}", flush=True)
+        click.echo(f"{'ok   ' if ok else 'WRONG'} {result['run']:45} {describe(result['decode'])}")
     said = {
-        **facts(arguments.device, commit=arguments.commit, kind="transfer"),
+        **facts(device, commit=commit, kind="transfer"),
         "healthy_steps": {
             side: sum(r[side]["summary"]["steps"] for run, r in zip(RUNS, results, strict=True) if run.fault is None)
             for side in SIDES
@@ -366,12 +378,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "wrong": [run.name for run, ok in zip(RUNS, good, strict=True) if not ok],
         "runs": [{"run": r["run"], **{side: _short(r[side]) for side in SIDES}} for r in results],
     }
-    text = json.dumps(said, indent=2) + "\n"
-    if arguments.json is None:
-        print(text)
-    else:
-        arguments.json.write_text(text, encoding="utf-8")
-    return 0 if all(good) else 1
+    if path is not None:
+        path.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    raise SystemExit(0 if all(good) else 1)
 
 
 def _short(found: dict[str, Any]) -> dict[str, Any]:
@@ -380,4 +389,4 @@ def _short(found: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

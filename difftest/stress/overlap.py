@@ -1,34 +1,31 @@
 """Overlapped scheduling, for as many steps as you like: is the canary silent, and are captured runs like eager ones?
 
-An engine whose scheduler runs a step ahead of the device (`kv_canary.bench.overlapped`) serves random requests. What
-the canary finds in rows whose results the engine threw away is counted as discarded; anything else it finds is a false
-alarm. Then the same load runs eagerly and with decode steps captured in CUDA graphs, healthy and with each kind of
-fault: both must leave the same records and report the same violations.
-
-Run: python -m kv_canary.bench.overlap --device cuda --steps 10000 --json overlap.json
-Exit codes: 0 clean, 1 a false alarm, a wrong token or a difference, 2 misuse.
+An engine whose scheduler runs a step ahead of the device (`overlapped_engine`) serves random requests. What the canary
+finds in rows whose results the engine threw away is counted as discarded; anything else it finds is a false alarm. Then
+the same load runs eagerly and with decode steps captured in CUDA graphs, healthy and with each kind of fault: both must
+leave the same records and report the same violations.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kv_canary.bench.facts import facts
-from kv_canary.bench.overlapped import OverlapConfig, OverlappedEngine
+from kv_canary.commands.facts import facts
 from kv_canary.config import CanaryConfig
+from kv_canary.difftest.stress.overlapped_engine import OverlapConfig, OverlappedEngine
 from kv_canary.perturb import MODES, Mode, PerturbConfig
 
 GRAPHS = (4, 12, 24)
@@ -159,18 +156,26 @@ def measure(device: str, steps: int, console: Console) -> dict[str, list[dict[st
     return result
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run lives and comparisons, print tables, and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where engine and canary run")
-    parser.add_argument("--steps", type=int, default=500, help="steps of every long life (default: 500)")
-    parser.add_argument("--json", type=Path, help="write the facts here")
-    parser.add_argument("--commit", help="the commit measured, for the JSON (default: what git says)")
-    arguments = parser.parse_args(argv)
-    if arguments.steps < 1:
-        parser.error("--steps must be at least 1")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda must be on a machine with a CUDA GPU, got one without")
+@click.command()
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")
+@click.option("--steps", type=click.IntRange(1), default=500, show_default=True, help="Of every long life.")
+@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the facts here too.")
+@click.option("--commit", help="The commit under test, for --json. [default: what git says]")
+def main(device: str, steps: int, path: Path | None, commit: str | None) -> None:
+    """Let engines live that overlap their scheduling with the model, healthy and with faults.
+
+    Nothing may be reported of a healthy one, and its tokens must be right; on a GPU, a forward in a CUDA graph must
+    leave the records and the violations that the same forward leaves without one.
+
+    Exit codes: 0 as it should be, 1 not so, 2 misuse.
+
+    \b
+    Examples:
+      kv-canary stress overlap
+      kv-canary stress overlap --device cuda --json h200_overlap.json
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise click.UsageError("--device cuda must be on a machine with a CUDA GPU, got one without")
     console = Console()
     logger = logging.getLogger("kv_canary")
     level = logger.level
@@ -178,15 +183,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     logger.setLevel(logging.CRITICAL)
     try:
         result = {
-            **facts(arguments.device, commit=arguments.commit, kind="overlap"),
-            **measure(arguments.device, arguments.steps, console),
+            **facts(device, commit=commit, kind="overlap"),
+            **measure(device, steps, console),
         }
     finally:
         logger.setLevel(level)
     _print(console, result)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return 0 if _is_clean(result) else 1
+    if path is not None:
+        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    raise SystemExit(0 if _is_clean(result) else 1)
 
 
 def _is_clean(result: Mapping[str, Any]) -> bool:
@@ -219,4 +224,4 @@ def _print(console: Console, result: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -22,20 +22,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from transformers import GenerationConfig
 
 from kv_canary import output
-from kv_canary.bench import churn
-from kv_canary.bench.canary_faults import Faults, InjectedError, SourHandler, SourObserver
-from kv_canary.bench.facts import facts
-from kv_canary.bench.lives import (
-    CountingEngine,
-    any_action,
-    draw_canary,
-    draw_configs,
-    processes,
-    run_tasks,
-)
+from kv_canary.commands.facts import facts
 from kv_canary.config import CanaryConfig
 from kv_canary.demo.serving import batching_config
 from kv_canary.difftest.engine.actions import opening
+from kv_canary.difftest.stress import batching
+from kv_canary.difftest.stress.canary_faults import Faults, InjectedError, SourHandler, SourObserver
+from kv_canary.difftest.stress.processes import processes, run_tasks
+from kv_canary.difftest.stress.random_engine import CountingEngine, any_action, draw_canary, draw_configs
 from kv_canary.engines.transformers import install
 
 # How often each call below fails; a life has one of them.
@@ -55,7 +49,7 @@ class Task:
 
     Args:
         number: the seed of everything in it.
-        model: one of `churn.MODELS`; "" for model engines.
+        model: one of `batching.MODELS`; "" for model engines.
         folder: where event logs and bundles go.
         device: "cpu" or "cuda".
     """
@@ -242,9 +236,9 @@ def _finds_a_fault(engine: CountingEngine, rng: np.random.Generator) -> bool | N
 
 def _serve(task: Task, tally: Tally) -> None:
     """Let transformers live: the answers must be those without a canary."""
-    model = churn.model_of(task.model, task.device)
+    model = batching.model_of(task.model, task.device)
     rng = np.random.default_rng([task.number, 5])
-    waves = churn.waves(rng, count=3)
+    waves = batching.waves(rng, count=3)
     wanted = [_answers(model, wave, task) for wave in waves]
     faults = Faults(np.random.default_rng([task.number, 6]), rate=float(rng.choice(RATES)))
     canary = install(model, config=_canary(rng, task, 0), identity=faults.failing("identity", lambda state: None))
@@ -272,7 +266,7 @@ def _serve(task: Task, tally: Tally) -> None:
 def _answers(model: Any, prompts: list[list[int]], task: Task) -> list[Any]:
     """Return what the engine answers to prompts, greedily: the tokens, or the error."""
     rng = np.random.default_rng([task.number, 8])
-    options = churn.options(task.model, rng, Counter())
+    options = batching.options(task.model, rng, Counter())
     # What compiles may end the process in some versions of PyTorch, canary or not.
     options.pop("varlen_compile_config", None)
     outputs = model.generate_batch(
@@ -335,7 +329,7 @@ def main(minutes: float, seed: int, jobs: int, share: float, device: str, path: 
                     return
                 model = ""
                 if np.random.default_rng([number, 9]).random() < share:
-                    model = churn.MODELS[number % len(churn.MODELS)]
+                    model = batching.MODELS[number % len(batching.MODELS)]
                 yield Task(number=number, model=model, folder=folder, device=device)
 
         def take(result: Tally) -> bool:

@@ -18,19 +18,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kv_canary.bench import churn
-from kv_canary.bench.facts import facts
-from kv_canary.bench.lives import (
-    CountingEngine,
-    any_action,
-    draw_canary,
-    draw_configs,
-    prepare_backend,
-    processes,
-    run_tasks,
-)
+from kv_canary.commands.facts import facts
 from kv_canary.constants import BACKENDS
 from kv_canary.difftest.engine.actions import opening
+from kv_canary.difftest.stress import batching
+from kv_canary.difftest.stress.processes import prepare_backend, processes, run_tasks
+from kv_canary.difftest.stress.random_engine import CountingEngine, any_action, draw_canary, draw_configs
 
 # Engines of one task; they are drawn together, which is cheaper.
 LIVES = 4
@@ -46,7 +39,7 @@ class Task:
 
     Args:
         number: the seed of everything in it.
-        model: one of `churn.MODELS`; "" for model engines.
+        model: one of `batching.MODELS`; "" for model engines.
         device: "cpu" or "cuda".
         backend: the canary's.
     """
@@ -153,8 +146,10 @@ def _step(task: Task, tally: Tally) -> None:
 
 def _serve(task: Task, tally: Tally) -> None:
     """Let transformers live."""
-    result = churn.live(
-        churn.Churn(model=task.model, number=task.number, forwards=FORWARDS, device=task.device, backend=task.backend)
+    result = batching.live(
+        batching.BatchingLife(
+            model=task.model, number=task.number, forwards=FORWARDS, device=task.device, backend=task.backend
+        )
     )
     every = result.canary.stride == 1
     tally.judge(_name(task), result.summary, result.reports, relied_on=result.relied_on, every=every)
@@ -260,7 +255,7 @@ def soak(
     )
     parts = (
         ("engine steps", result.steps, engine_steps, ("",)),
-        ("forwards of transformers", result.forwards, forwards, churn.MODELS),
+        ("forwards of transformers", result.forwards, forwards, batching.MODELS),
     )
     with Progress(*columns, console=console, transient=True) as progress, processes(jobs) as pool:
         for what, tally, wanted, models in parts:
@@ -341,9 +336,9 @@ def main(
 
     \b
     Examples:
-      python -m kv_canary.bench.soak --jobs 2 --json soak.json
-      python -m kv_canary.bench.soak --engine-steps 500 --forwards 0 --seed 17
-      python -m kv_canary.bench.soak --device cuda --backend triton
+      kv-canary stress soak --jobs 2 --json soak.json
+      kv-canary stress soak --engine-steps 500 --forwards 0 --seed 17
+      kv-canary stress soak --device cuda --backend triton
     """
     try:
         prepare_backend(device, backend)

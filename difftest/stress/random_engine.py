@@ -1,25 +1,16 @@
-"""What the campaigns over engines share: lives drawn from seeds, and processes that live them."""
+"""Model engines of geometries, canaries and histories that are drawn from seeds, which count what happens to them."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import multiprocessing
-import os
-import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from itertools import islice
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from kv_canary.config import CanaryConfig
-from kv_canary.constants import BACKENDS
 from kv_canary.difftest.engine import Action, EngineConfig
 from kv_canary.difftest.engine.actions import random_action
 from kv_canary.difftest.engine.batch import Request
@@ -27,9 +18,6 @@ from kv_canary.difftest.engine.groups import Group
 from kv_canary.difftest.engine.guarded import GuardedEngine
 from kv_canary.difftest.strategies.engine import engine_configs
 from kv_canary.forward import ForwardBatch
-
-Task = TypeVar("Task")
-Result = TypeVar("Result")
 
 # How often what `random_action` never does happens: steps of nothing, and an emptied cache.
 IDLE_SHARE, FLUSH_SHARE = 0.03, 0.01
@@ -108,7 +96,7 @@ class CountingEngine(GuardedEngine):
         for window in (group.config.window for group in self.groups):
             self.relied_on += sum(min(r.prefix_len, window) if window else r.prefix_len for r in batch.requests)
         if self._chance is not None and batch.requests and self._chance.random() < FAILURE_SHARE:
-            raise ModelFailedError("kv-canary: bench: the model failed, as it was told to")
+            raise ModelFailedError("kv-canary: stress: the model failed, as it was told to")
 
 
 def any_action(rng: np.random.Generator, *, longest: int) -> Action:
@@ -156,63 +144,3 @@ def draw_canary(rng: np.random.Generator, backend: str) -> CanaryConfig:
         sweep_every=sweep_every,
         quarantine=sweep_every > 0 and bool(rng.integers(2)),
     )
-
-
-@contextmanager
-def processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield `jobs` processes, which are waited for at the end."""
-    # Not forked: a forked process cannot use a GPU that its parent has touched.
-    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_process)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def run_tasks(
-    function: Callable[[Task], Result],
-    tasks: Iterable[Task],
-    *,
-    pool: ProcessPoolExecutor,
-    ahead: int,
-    take: Callable[[Result], bool],
-) -> bool:
-    """Run tasks, so many at once, and hand their results to `take`, in order, until it returns True.
-
-    So what is taken depends on the tasks alone. Returns whether Ctrl-C stopped it; what is under way is not taken.
-    """
-    waiting = iter(tasks)
-    pending = [pool.submit(function, task) for task in islice(waiting, ahead)]
-    try:
-        while pending:
-            if take(pending.pop(0).result()):
-                return False
-            pending += [pool.submit(function, task) for task in islice(waiting, 1)]
-    except KeyboardInterrupt:
-        return True
-    finally:
-        for future in pending:
-            future.cancel()
-    return False
-
-
-def prepare_backend(device: str, backend: str) -> None:
-    """Check that there is such a device and backend, and let Triton be interpreted on a CPU; before any kernel import.
-
-    Raises:
-        ValueError: there is not.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"kv-canary: bench: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("kv-canary: bench: device must be there, got cuda on a machine without a CUDA GPU")
-    if device == "cpu" and backend in ("triton", "shadow"):
-        os.environ["TRITON_INTERPRET"] = "1"
-
-
-def _begin_process() -> None:
-    # Ctrl-C is the parent's to take.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    # What is found is handed back; it need not be logged too.
-    logging.disable(logging.CRITICAL)

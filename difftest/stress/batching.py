@@ -1,4 +1,4 @@
-"""A life of transformers' continuous batching under churn: little room, prompts again, forks, cancellations."""
+"""A life of transformers' continuous batching with little room: prompts again, forks, cancellations."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 import transformers
 from transformers import CompileConfig, GenerationConfig
 
-from kv_canary.bench.lives import draw_canary
 from kv_canary.config import CanaryConfig
 from kv_canary.demo.serving import ALL_MODELS, PAGE_SIZE, SLIDING_WINDOW, VOCABULARY, batching_config, tiny_model
+from kv_canary.difftest.stress.random_engine import draw_canary
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.transformers import install
 
@@ -29,7 +29,7 @@ CHILD = "__child"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Churn:
+class BatchingLife:
     """One life to live.
 
     Args:
@@ -48,7 +48,7 @@ class Churn:
 
 
 @dataclass(kw_only=True)
-class ChurnResult:
+class BatchingResult:
     """What came of it; `relied_on` is counted beside the canary."""
 
     forwards: int
@@ -67,16 +67,16 @@ class _Seen:
     relied_on: int = 0
 
 
-def live(churn: Churn) -> ChurnResult:
+def live(life: BatchingLife) -> BatchingResult:
     """Live one life and return what the canary said of it.
 
     Raises:
         RuntimeError: the engine died or stopped answering.
     """
     transformers.logging.set_verbosity_error()
-    rng = np.random.default_rng([churn.number, MODELS.index(churn.model)])
-    model = model_of(churn.model, churn.device)
-    config = draw_canary(rng, churn.backend)
+    rng = np.random.default_rng([life.number, MODELS.index(life.model)])
+    model = model_of(life.model, life.device)
+    config = draw_canary(rng, life.backend)
     samples = int(rng.choice([1, 1, 3]))
     canary = install(model, config=config)
     patches = Patches()
@@ -85,20 +85,20 @@ def live(churn: Churn) -> ChurnResult:
         do_sample=samples > 1, num_return_sequences=samples, eos_token_id=-1, pad_token_id=0, max_new_tokens=24
     )
     manager = model.init_continuous_batching(
-        generation_config=generation, continuous_batching_config=batching_config(**options(churn.model, rng, happened))
+        generation_config=generation, continuous_batching_config=batching_config(**options(life.model, rng, happened))
     )
     try:
         manager.warmup()
         seen = _watch(canary, manager.batch_processor, patches, happened)
         manager.start()
-        _waves(manager, rng, happened, seen, samples=samples, forwards=churn.forwards)
+        _waves(manager, rng, happened, seen, samples=samples, forwards=life.forwards)
     finally:
         manager.stop(block=True, timeout=TIMEOUT_S)
         patches.undo_all()
         canary.uninstall()
     canary.flush()
     summary = canary.summary()
-    return ChurnResult(
+    return BatchingResult(
         forwards=happened["forwards"],
         relied_on=seen.relied_on,
         summary=summary.as_dict(),

@@ -1,15 +1,10 @@
-"""Ranks that differ: real processes, each with a model-less engine, its own KV bytes and a canary, over a real group.
-
-python -m kv_canary.bench.ranks --device cuda --json out.json
-"""
+"""Ranks that differ: real processes over a real group, each with an engine without a model, KV bytes and a canary."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import multiprocessing
-import sys
 import tempfile
 import time
 import traceback
@@ -18,12 +13,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 
 import kv_canary as kc
-from kv_canary.bench.facts import facts
-from kv_canary.bench.rank_engine import Facts, Place
-from kv_canary.bench.rank_scenarios import SCENARIOS, judge
+from kv_canary.commands.facts import facts
+from kv_canary.difftest.stress.rank_engine import Facts, Place
+from kv_canary.difftest.stress.rank_scenarios import SCENARIOS, judge
 
 # Seconds after which a rank that hears nothing goes on alone; and after which all scenarios together count as hung.
 TIMEOUTS = {"cpu": 2.0, "cuda": 5.0}
@@ -59,7 +55,7 @@ def launch(names: Sequence[str], *, device: str = "cpu") -> dict[str, list[Facts
             paths = [Path(folder) / f"{name}.{rank}.json" for rank in members]
             results[name] = [json.loads(p.read_text()) if p.exists() else {} for p in paths]
     if hung:
-        raise RuntimeError(f"kv-canary: bench: ranks {hung} hung for {LIMIT:g} seconds; the ranks had said {results}")
+        raise RuntimeError(f"kv-canary: stress: ranks {hung} hung for {LIMIT:g} seconds; the ranks had said {results}")
     return results
 
 
@@ -104,29 +100,35 @@ def _work(rank: int, size: int, plan: Mapping[str, list[int]], device: str, fold
         path.rename(path.with_name(f"{path.name}.json"))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run every scenario, say which went right, and write what the ranks said."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the pools are")
-    parser.add_argument("--json", type=Path, help="where the JSON goes; else to the standard output")
-    parser.add_argument("--commit", help="the commit measured, for the JSON; else what git says")
-    arguments = parser.parse_args(argv)
+@click.command()
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the pools are."
+)
+@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the facts here too.")
+@click.option("--commit", help="The commit under test, for --json. [default: what git says]")
+def main(device: str, path: Path | None, commit: str | None) -> None:
+    """Let ranks compare what they hold: equal ones, ones that differ, slow ones, and ones that die.
+
+    Exit codes: 0 every scenario went as it should, 1 not so, 2 misuse.
+
+    \b
+    Examples:
+      kv-canary stress ranks
+      kv-canary stress ranks --device cuda --json h200_ranks.json
+    """
     said: dict[str, Any]
     try:
-        results = launch(list(SCENARIOS), device=arguments.device)
+        results = launch(list(SCENARIOS), device=device)
         said = {name: {"right": judge(name, ranks), "ranks": ranks} for name, ranks in results.items()}
     except RuntimeError as error:
         said = {name: {"right": False, "error": str(error)} for name in SCENARIOS}
     for name, result in said.items():
-        print(f"{name:24} {'right' if result['right'] else 'WRONG'}", file=sys.stderr, flush=True)
-    where = facts(arguments.device, commit=arguments.commit, kind="ranks")
-    text = json.dumps({**where, "gpus": torch.cuda.device_count(), "backends": {"gloo": said}}, indent=2) + "\n"
-    if arguments.json is None:
-        print(text, end="")
-    else:
-        arguments.json.write_text(text, encoding="utf-8")
-    return 0 if all(result["right"] for result in said.values()) else 1
+        click.echo(f"{name:24} {'right' if result['right'] else 'WRONG'}")
+    if path is not None:
+        where = {**facts(device, commit=commit, kind="ranks"), "gpus": torch.cuda.device_count()}
+        path.write_text(json.dumps({**where, "backends": {"gloo": said}}, indent=2) + "\n", encoding="utf-8")
+    raise SystemExit(0 if all(result["right"] for result in said.values()) else 1)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from kv_canary.bench import overlap
-from kv_canary.bench.overlapped import OverlapConfig, OverlappedEngine
 from kv_canary.config import CanaryConfig
+from kv_canary.difftest.stress import overlap
+from kv_canary.difftest.stress.overlapped_engine import OverlapConfig, OverlappedEngine
 
 CANARY = CanaryConfig(backend="reference", sweep_every=5, check_tokens=True, check_inputs=True)
 
@@ -32,7 +33,7 @@ def test_a_step_ahead_of_the_device_there_is_no_false_alarm(options: dict[str, A
 
 
 def test_without_an_eye_for_discarded_results_it_would_cry_wolf(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_canary.bench.overlapped._Work.discarded", lambda self: False)
+    monkeypatch.setattr("kv_canary.difftest.stress.overlapped_engine._Work.discarded", lambda self: False)
     engine = OverlappedEngine(OverlapConfig(late=True), canary=CANARY, device="cpu")
     engine.run(80)
     assert engine.manager is not None
@@ -48,7 +49,7 @@ def test_slots_retired_before_the_step_that_still_reads_them_are_reported(monkey
         self._retire_freed()
 
     monkeypatch.setattr(OverlappedEngine, "_release", at_once)
-    monkeypatch.setattr("kv_canary.bench.overlapped._Work.discarded", lambda self: False)
+    monkeypatch.setattr("kv_canary.difftest.stress.overlapped_engine._Work.discarded", lambda self: False)
     engine = OverlappedEngine(OverlapConfig(late=True), canary=CANARY, device="cpu")
     engine.run(80)
     assert engine.manager is not None
@@ -79,10 +80,9 @@ def test_slots_given_away_while_in_use_are_wrong_text_and_a_report(monkeypatch: 
 
 def test_the_program_says_what_it_saw(tmp_path: Path) -> None:
     out = tmp_path / "overlap.json"
-    assert overlap.main(["--steps", "30", "--json", str(out)]) == 0
+    done = CliRunner().invoke(overlap.main, ["--steps", "30", "--json", str(out)])
+    assert done.exit_code == 0, done.output
     result = json.loads(out.read_text())
     assert {life["engine"] for life in result["lives"]} == set(overlap.lives("cpu"))
     assert all(life["false_alarms"] == 0 and life["steps"] == 30 for life in result["lives"])
-    with pytest.raises(SystemExit) as exit_:
-        overlap.main(["--steps", "0"])
-    assert exit_.value.code == 2
+    assert CliRunner().invoke(overlap.main, ["--steps", "0"]).exit_code == 2

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import kv_canary as kc
-from kv_canary.bench.rank_engine import Facts, Place, RankEngine, Request
+from kv_canary.difftest.stress.rank_engine import Facts, Place, RankEngine, Request
 
 
 def healthy(place: Place, *, steps: int) -> Facts:

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from kv_canary.bench import churn, detection, lives, soak
-from kv_canary.bench.witness import Witness, place_of, unexplained, unreported
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import Reason
 from kv_canary.difftest.engine import Action, EngineConfig, GroupConfig
 from kv_canary.difftest.engine.actions import opening, random_action
+from kv_canary.difftest.stress import batching, detection, random_engine, soak
+from kv_canary.difftest.stress.expected_findings import FaultyEngine, place_of, unexplained, unreported
 from kv_canary.perturb import MODES, PerturbConfig, bytes_of
 from kv_canary.perturb import perturber as perturber_module
 
@@ -114,26 +114,26 @@ def test_with_a_stride_some_are_verified_but_not_none() -> None:
 
 def test_the_same_seed_draws_the_same_engines() -> None:
     def texts(number: int) -> list[str]:
-        return [str(dataclasses.replace(c, groups=())) for c in lives.draw_configs(number, 4)]
+        return [str(dataclasses.replace(c, groups=())) for c in random_engine.draw_configs(number, 4)]
 
     assert texts(3) == texts(3)
     assert len(texts(3)) == 4
     assert texts(3) != texts(4)
-    assert all(c.serial_owners for c in lives.draw_configs(5, 4))
+    assert all(c.serial_owners for c in random_engine.draw_configs(5, 4))
 
 
 def test_a_soak_does_everything_that_can_happen_to_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lives, "FAILURE_SHARE", 0.05)
+    monkeypatch.setattr(random_engine, "FAILURE_SHARE", 0.05)
     happened: Counter[str] = Counter()
     for number in range(6):
-        for config in lives.draw_configs(number, 3):
+        for config in random_engine.draw_configs(number, 3):
             rng = np.random.default_rng(number)
-            engine = lives.CountingEngine(config, canary=CanaryConfig(backend="reference"), chance=rng)
+            engine = random_engine.CountingEngine(config, canary=CanaryConfig(backend="reference"), chance=rng)
             for action in opening(rng, longest=config.max_len):
                 engine.act(action)
             for kind in ("fork", "compact", "speculate", "retract", "evict", "flush", "arrive", "idle"):
                 for _ in range(6):
-                    engine.act(lives.any_action(rng, longest=config.max_len))
+                    engine.act(random_engine.any_action(rng, longest=config.max_len))
                 engine.act(Action(kind=kind, amount=9, more=1))
                 engine.check_integrity()
             engine.manager.flush()
@@ -161,8 +161,9 @@ def test_a_soak_does_everything_that_can_happen_to_an_engine(monkeypatch: pytest
 
 
 def test_a_flush_leaves_the_lut_where_the_canary_knows_it() -> None:
-    config = next(c for n in range(20) for c in lives.draw_configs(n, 4) if any(g.kind == "lut" for g in c.groups))
-    engine = lives.CountingEngine(config, canary=CanaryConfig(backend="reference"))
+    drawn = (config for number in range(20) for config in random_engine.draw_configs(number, 4))
+    config = next(config for config in drawn if any(group.kind == "lut" for group in config.groups))
+    engine = random_engine.CountingEngine(config, canary=CanaryConfig(backend="reference"))
     [known] = [g.lut for g in engine.manager.groups if g.name == "lut"]
     rng = np.random.default_rng(0)
     for _ in range(3):
@@ -182,15 +183,15 @@ def test_tasks_are_taken_in_order_until_there_are_enough() -> None:
         taken.append(result)
         return len(taken) == 5
 
-    with lives.processes(2) as pool:
-        stopped = lives.run_tasks(math.sqrt, (n * n for n in range(1000)), pool=pool, ahead=3, take=take)
+    with random_engine.processes(2) as pool:
+        stopped = random_engine.run_tasks(math.sqrt, (n * n for n in range(1000)), pool=pool, ahead=3, take=take)
         assert (stopped, taken) == (False, [0, 1, 2, 3, 4])
 
         def interrupt(result: float) -> bool:
             raise KeyboardInterrupt
 
-        assert lives.run_tasks(math.sqrt, [1, 4], pool=pool, ahead=3, take=interrupt) is True
-        assert lives.run_tasks(math.sqrt, [1, 4], pool=pool, ahead=3, take=lambda result: False) is False
+        assert random_engine.run_tasks(math.sqrt, [1, 4], pool=pool, ahead=3, take=interrupt) is True
+        assert random_engine.run_tasks(math.sqrt, [1, 4], pool=pool, ahead=3, take=lambda result: False) is False
 
 
 def invoke(command: Any, *arguments: str) -> Result:
@@ -283,7 +284,7 @@ def test_misuse_exits_with_2(command: Any, arguments: list[str]) -> None:
 
 
 def test_a_device_that_is_not_there_is_misuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lives.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(random_engine.torch.cuda, "is_available", lambda: False)
     for command in (soak.main, detection.main):
         result = invoke(command, "--device", "cuda")
         assert result.exit_code == 2
@@ -307,17 +308,17 @@ def test_faults_are_found_and_nothing_else_is_blamed(mode: str, group: str) -> N
     assert not any(r.reports for r in runs if not r.relied_on)
 
 
-def witness(mode: str, *, count: int = 1, **options: Any) -> tuple[Witness, np.random.Generator]:
+def faulty_engine(mode: str, *, count: int = 1, **options: Any) -> tuple[FaultyEngine, np.random.Generator]:
     """Return an engine of full attention into which the fault has just been injected."""
     config = next(
         c
         for n in range(40)
-        for c in lives.draw_configs(n, 4)
+        for c in random_engine.draw_configs(n, 4)
         if [g.kind for g in c.groups] == ["full"] and c.groups[0].k_source and c.prefix_cache and c.max_rows > 3
     )
     config = dataclasses.replace(config, token_oracle=True)
     canary = CanaryConfig(backend="reference", max_reports_per_step=4096, ring_capacity=4096, **options)
-    engine = Witness(config, canary=canary, perturb=PerturbConfig(mode=mode, warm_up=2, count=count, seed=1))
+    engine = FaultyEngine(config, canary=canary, perturb=PerturbConfig(mode=mode, warm_up=2, count=count, seed=1))
     rng = np.random.default_rng(1)
     for action in opening(rng, longest=config.max_len):
         engine.run(action)
@@ -329,7 +330,7 @@ def witness(mode: str, *, count: int = 1, **options: Any) -> tuple[Witness, np.r
     return engine, rng
 
 
-def go_on(engine: Witness, rng: np.random.Generator, times: int = 8) -> None:
+def go_on(engine: FaultyEngine, rng: np.random.Generator, times: int = 8) -> None:
     for _ in range(times):
         engine.run(random_action(rng, longest=engine.config.max_len))
     engine.manager.flush()
@@ -337,14 +338,14 @@ def go_on(engine: Witness, rng: np.random.Generator, times: int = 8) -> None:
 
 @pytest.mark.parametrize("mode", ["req_to_token", "real_kv_used", "next_token_swap"])
 def test_the_witness_notices_a_report_that_is_missing_and_one_that_is_not_explained(mode: str) -> None:
-    engine, rng = witness(mode)
+    engine, rng = faulty_engine(mode)
     go_on(engine, rng)
     assert engine.reports
     assert unexplained(engine) == []
     assert unreported(engine) == []
     reports = list(engine.reports)
     for i, report in enumerate(reports):
-        if place_of(report) in engine.must:
+        if place_of(report) in engine.required:
             engine.reports = reports[:i] + reports[i + 1 :]
             assert unreported(engine) == [place_of(report)]
         other_slot = dataclasses.replace(report, slot=report.slot + 1)
@@ -368,7 +369,7 @@ def test_swapped_entries_are_followed_into_another_group_where_they_have_no_slot
         )
         canary = CanaryConfig(backend="reference", max_reports_per_step=4096)
         perturb = PerturbConfig(mode="req_to_token", group="full", warm_up=2, seed=number)
-        engine = Witness(config, canary=canary, perturb=perturb)
+        engine = FaultyEngine(config, canary=canary, perturb=perturb)
         for kind, amount in (("arrive", 24), ("prefill", 20), *[("decode", 1)] * 6):
             engine.run(Action(kind=kind, amount=amount, pick=1))
         engine.manager.flush()
@@ -379,7 +380,7 @@ def test_swapped_entries_are_followed_into_another_group_where_they_have_no_slot
 
 
 def test_damage_that_was_not_injected_is_blamed_wrongly() -> None:
-    engine, rng = witness("real_kv_used")
+    engine, rng = faulty_engine("real_kv_used")
     [injected] = engine.injection.slots
     request = max(engine.running, key=lambda r: r.cached)
     position, slot = next(
@@ -410,7 +411,7 @@ def test_a_fault_that_was_not_really_injected_is_not_found(monkeypatch: pytest.M
 
 
 def test_damage_follows_copies_and_ends_where_a_slot_is_written_or_the_cache_is_emptied() -> None:
-    engine, _ = witness("real_kv_used")
+    engine, _ = faulty_engine("real_kv_used")
     group, name = engine.groups[0], engine.groups[0].name
     [slot] = engine.injection.slots
     free = [s for s in range(1, group.config.num_slots) if s not in engine.bytes[name]][:3]
@@ -428,7 +429,7 @@ def test_damage_follows_copies_and_ends_where_a_slot_is_written_or_the_cache_is_
 
 
 def test_reports_end_when_the_damaged_slot_is_written_again() -> None:
-    engine, _ = witness("real_kv_used")
+    engine, _ = faulty_engine("real_kv_used")
     name = engine.groups[0].name
     for _ in range(60):
         # All of them, for several may share the slot; then as many again, whichever slots are handed out first.
@@ -500,7 +501,7 @@ def test_suited_engines_have_what_the_fault_needs() -> None:
     rng = np.random.default_rng(0)
     seen: Counter[tuple[str, str, bool]] = Counter()
     for number in range(12):
-        for config in lives.draw_configs(number, 4):
+        for config in random_engine.draw_configs(number, 4):
             for mode in MODES:
                 for group in detection.GROUPS:
                     task = detection.Task(mode=mode, group=group, number=0, stride=1, device="cpu", backend="reference")
@@ -521,7 +522,7 @@ def check_suited(config: EngineConfig, mode: str, group: str) -> None:
         assert not config.has_ring
 
 
-def test_churn_serves_every_model_that_there_is() -> None:
-    assert churn.MODELS == ("llama", "mistral", "gemma3", "gptoss")
-    assert {n % 16 for n in churn.LENGTHS} >= {0, 1, 15}
-    assert {n % 24 for n in churn.LENGTHS} >= {0, 1, 23}
+def test_batching_serves_every_model_that_there_is() -> None:
+    assert batching.MODELS == ("llama", "mistral", "gemma3", "gptoss")
+    assert {n % 16 for n in batching.LENGTHS} >= {0, 1, 15}
+    assert {n % 24 for n in batching.LENGTHS} >= {0, 1, 23}

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from kv_canary import ops
-from kv_canary.bench import chaos
-from kv_canary.bench.canary_faults import Faults, InjectedError
+from kv_canary.difftest.stress import chaos
+from kv_canary.difftest.stress.canary_faults import Faults, InjectedError
 from kv_canary.unverified import Unverified
 
 # Seeds whose lives have many faults.

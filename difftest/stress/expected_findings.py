@@ -35,13 +35,13 @@ NOTHING = Reason(0)
 Slots = dict[int, list[int]]
 
 
-class Witness(GuardedEngine):
+class FaultyEngine(GuardedEngine):
     """A healthy engine into which one fault is injected, and every consequence that the fault has for a canary.
 
     It follows damaged bytes and records from slot to slot by the engine's own books, never by the canary's records:
-    through shared prefixes, forks and compaction, until the slot is written again. `must` holds, of every entry that a
-    forward or a sweep relies on and that the fault has made wrong, the reasons that its report cannot lack; `may`,
-    those that it can have. A report that is not in `may` blames what is not to blame.
+    through shared prefixes, forks and compaction, until the slot is written again. `required` holds, of every entry
+    that a forward or a sweep relies on and that the fault has made wrong, the reasons that its report cannot lack;
+    `allowed`, those that it can have. A report that is not in `allowed` blames what is not to blame.
 
     All of it is for a canary that verifies every position in every step.
 
@@ -57,8 +57,8 @@ class Witness(GuardedEngine):
     ) -> None:
         self.reports: list[ViolationReport] = []
         super().__init__(config, canary=canary, perturb=perturb, device=device, on_report=self.reports.append)
-        self.must: dict[Place, Reason] = {}
-        self.may: dict[Place, Reason] = {}
+        self.required: dict[Place, Reason] = {}
+        self.allowed: dict[Place, Reason] = {}
         self.buffer_groups = {g.name: g for g in self.manager.groups}
         # By group: slots whose bytes were changed, and slots whose records are of a token that is not theirs.
         self.bytes: dict[str, dict[int, Reason]] = {name: {} for name in self.buffer_groups}
@@ -194,8 +194,8 @@ class Witness(GuardedEngine):
             return
         place = Place(step=self.manager.step, tag=tag.name, row=row, position=position, slot=slot)
         if must:
-            self.must[place] = self.must.get(place, NOTHING) | must
-        self.may[place] = self.may.get(place, NOTHING) | must | may
+            self.required[place] = self.required.get(place, NOTHING) | must
+        self.allowed[place] = self.allowed.get(place, NOTHING) | must | may
 
     def _note_damage(self) -> None:
         """Take in the bytes that were flipped since the last look."""
@@ -227,17 +227,17 @@ class Witness(GuardedEngine):
         return [token for r, start in ends for token in r.tokens(start, start + r.extend_len)]
 
 
-def unexplained(witness: Witness) -> list[ViolationReport]:
+def unexplained(engine: FaultyEngine) -> list[ViolationReport]:
     """Return the reports that no consequence of the fault explains."""
-    return [r for r in witness.reports if not _reasons(r) or _reasons(r) & ~witness.may.get(place_of(r), NOTHING)]
+    return [r for r in engine.reports if not _reasons(r) or _reasons(r) & ~engine.allowed.get(place_of(r), NOTHING)]
 
 
-def unreported(witness: Witness) -> list[Place]:
+def unreported(engine: FaultyEngine) -> list[Place]:
     """Return the places that lack a report, or whose report lacks a reason that it must have."""
     said: dict[Place, Reason] = {}
-    for report in witness.reports:
+    for report in engine.reports:
         said[place_of(report)] = said.get(place_of(report), NOTHING) | _reasons(report)
-    return [place for place, must in witness.must.items() if must & ~said.get(place, NOTHING)]
+    return [place for place, must in engine.required.items() if must & ~said.get(place, NOTHING)]
 
 
 def place_of(report: ViolationReport) -> Place:

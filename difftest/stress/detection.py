@@ -19,13 +19,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kv_canary.bench.facts import facts
-from kv_canary.bench.lives import draw_canary, draw_configs, prepare_backend, processes, run_tasks
-from kv_canary.bench.witness import Witness, first_steps, unexplained, unreported
+from kv_canary.commands.facts import facts
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import BACKENDS, Reason
 from kv_canary.difftest.engine import EngineConfig
 from kv_canary.difftest.engine.actions import opening, random_action
+from kv_canary.difftest.stress.expected_findings import FaultyEngine, first_steps, unexplained, unreported
+from kv_canary.difftest.stress.processes import prepare_backend, processes, run_tasks
+from kv_canary.difftest.stress.random_engine import draw_canary, draw_configs
 from kv_canary.perturb import MODES, PerturbConfig
 from kv_canary.perturb_settings import BYTE_MODES
 
@@ -126,7 +127,7 @@ def _live(config: EngineConfig, task: Task, rng: np.random.Generator, whose: str
         warm_up=int(rng.integers(1, 16)),
         seed=int(rng.integers(1 << 31)),
     )
-    engine = Witness(config, canary=canary, perturb=perturb, device=task.device)
+    engine = FaultyEngine(config, canary=canary, perturb=perturb, device=task.device)
     for action in opening(rng, longest=config.max_len):
         engine.run(action)
     for _ in range(PATIENCE):
@@ -153,7 +154,7 @@ def _canary(task: Task, rng: np.random.Generator) -> CanaryConfig:
     )
 
 
-def _judge(engine: Witness, task: Task, whose: str) -> Run:
+def _judge(engine: FaultyEngine, task: Task, whose: str) -> Run:
     """Hold what was reported against what the fault makes of it."""
     wrong = tuple(f"{r.sentence}" for r in unexplained(engine))
     counted = engine.manager.summary().violations
@@ -162,7 +163,7 @@ def _judge(engine: Witness, task: Task, whose: str) -> Run:
     injection = engine.injection
     if injection is None:
         return Run(whose=whose, reports=len(engine.reports), blamed_wrongly=wrong)
-    first = first_steps(engine.must, injection.slots)
+    first = first_steps(engine.required, injection.slots)
     tag = injection.tag.name
     if first and tag not in first:
         # Only another launch site relied on it: a sweep, where no request came back to it, or the other way round.
@@ -182,7 +183,7 @@ def _judge(engine: Witness, task: Task, whose: str) -> Run:
         steps_after=right[0].step - injection.step if right else 0,
         reports=len(engine.reports),
         blamed_wrongly=wrong,
-        silent=tuple(f"{place} must name {engine.must[place]!r}" for place in silent),
+        silent=tuple(f"{place} must name {engine.required[place]!r}" for place in silent),
     )
 
 
@@ -347,7 +348,7 @@ def main(
 ) -> None:
     """Inject one fault into each of many engines, and see that the canary finds it and blames nothing else.
 
-    The engines are those of `kv_canary.bench.soak`; the faults those of `KV_CANARY_PERTURB_MODE`, each injected into
+    The engines are those of `kv-canary stress soak`; the faults those of `KV_CANARY_PERTURB_MODE`, each injected into
     a group of full attention (FULL) and into one with a window, a LUT or a ring (SWA). Beside the canary an engine's
     own books say which later reads the fault makes wrong: reads of the same slot, also by requests that share it or
     got a copy, until it is written again.
@@ -369,9 +370,9 @@ def main(
 
     \b
     Examples:
-      python -m kv_canary.bench.detection --jobs 2 --json detection.json
-      python -m kv_canary.bench.detection --runs 10 --mode real_kv_used --group SWA
-      python -m kv_canary.bench.detection --device cuda --backend triton
+      kv-canary stress detection --jobs 2 --json detection.json
+      kv-canary stress detection --runs 10 --mode real_kv_used --group SWA
+      kv-canary stress detection --device cuda --backend triton
     """
     try:
         prepare_backend(device, backend)
