@@ -123,3 +123,20 @@ def test_a_group_of_windows_never_needs_more_than_its_windows() -> None:
     a.tokens, a.cached = list(range(4096)), 2000
     engine.step((a, 1))
     assert engine.forward.entry_capacities == {"full": 2000, "ring": 20, "swa": 36}
+
+
+@pytest.mark.parametrize("cached", [9, 12, 15, 16, 17, 40])
+def test_a_forward_that_needs_a_little_more_room_than_there_is_gets_it(
+    cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_canary.launches._FEW_ENTRIES", 8)
+    engine = full_engine()
+    a = engine.add("a", 60)
+    engine.step((a, cached))
+    assert engine.forward.entry_capacities == {"full": 8}
+    flip(engine.groups[0], engine.slot_of(engine.groups[0], a, cached - 1), cached - 1)
+    engine.step((a, 1))
+    assert [(r.position, r.tag) for r in engine.found()] == [(cached - 1, "HEAD_FULL")]
+    summary = engine.manager.summary()
+    assert summary.positions_verified == summary.positions_relied_on == cached
+    assert summary.incomplete == {}

@@ -284,6 +284,18 @@ def test_a_discarded_row_hides_nobody_else() -> None:
     assert engine.manager.summary().discarded == 1
 
 
+@pytest.mark.parametrize("thrown", [False, True])
+def test_a_result_that_may_be_thrown_away_and_is_not_hides_nothing(thrown: bool) -> None:
+    engine = full_engine()
+    a = engine.add("a", 30)
+    engine.step((a, 12))
+    damage(engine, a, 3)
+    batch = engine.batch((a, 1))
+    engine.run(dataclasses.replace(batch, requests=[dataclasses.replace(batch.requests[0], discarded=lambda: thrown)]))
+    assert [r.position for r in engine.found()] == ([] if thrown else [3])
+    assert engine.manager.summary().discarded == int(thrown)
+
+
 class Steps(Observer):
     """Keeps the facts of every step."""
 

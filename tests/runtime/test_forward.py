@@ -302,6 +302,27 @@ def test_two_requests_given_the_same_slot_are_reported_as_overwrite() -> None:
     assert "over a record of request a" in found[0].sentence
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_what_is_recorded_is_what_the_model_was_given_behind_head(right: bool) -> None:
+    """An asynchronous engine puts the tokens of the step before in when HEAD has run."""
+    engine = full_engine(check_tokens=True)
+    a = engine.add("a", 20)
+    engine.step((a, 4))
+    batch = engine.batch((a, 1))
+    given = batch.input_ids if right else batch.input_ids + 1
+    engine.forward.begin(dataclasses.replace(batch, input_ids=torch.zeros_like(batch.input_ids)))
+    engine.forward.head()
+    engine.write_bytes(batch)
+    engine.forward.tail(input_ids=given)
+    engine.forward.end()
+    engine.found()
+    a.cached += 1
+    engine.step((a, 1))
+    # Its own token is not what was written.
+    found = {(reason, r.position) for r in engine.found() for reason in r.reasons}
+    assert found == (set() if right else {("TOKEN", 4), ("PREFIX", 4)})
+
+
 def test_rewriting_the_same_text_in_a_shared_slot_is_clean() -> None:
     engine = full_engine()
     a, b = engine.add("a", [1, 2, 3, 4, 5, 6]), engine.add("b", [1, 2, 3, 4, 7, 8])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -62,6 +63,34 @@ def test_a_reader_behind_the_new_owner_is_reported(engine: Engine) -> None:
     found = engine.found()
     assert {r.request_id for r in found} == {"a"}
     assert {r.position for r in found if "TOKEN" in r.reasons} == set(range(6))
+
+
+def test_a_read_of_a_freed_slot_of_a_ring_is_reported() -> None:
+    ring = kc.BufferGroup(name="ring", pool=make_pool(), window=5, ring=True)
+    engine = Engine([ring])
+    a = engine.add("a", 20)
+    engine.step((a, 4))
+    engine.manager.retire(ring.pool, engine.tables["ring"][a.row, 2:3].long(), owner=a.owner)
+    engine.step((a, 1))
+    assert {(r.reasons, r.position, r.tag) for r in engine.found()} == {(("FREED",), 2, "HEAD_SWA")}
+
+
+def test_a_read_of_a_freed_slot_beside_a_prefix_that_is_yet_to_come_is_reported() -> None:
+    engine = full_engine()
+    a, b, c = (engine.add(name, list(range(100, 120))) for name in "abc")
+    engine.step((c, 6))
+    engine.manager.retire(engine.groups[0].pool, slots_of(engine, c, 2, 4), owner=c.owner)
+    # b goes on from what a writes in this very forward.
+    engine.map(a, 0, 8)
+    engine.tables["full"][b.row, :8] = engine.tables["full"][a.row, :8]
+    b.cached = 8
+    for request, end in ((b, 9), (c, 7)):
+        engine.map(request, request.cached, end)
+    batch = engine.batch((a, 8), (b, 1), (c, 1), map_new=False)
+    requests = [dataclasses.replace(r, pending=8 if r.request_id == "b" else 0) for r in batch.requests]
+    engine.run(dataclasses.replace(batch, requests=requests))
+    found = {(r.reasons, r.request_id, r.position, r.tag) for r in engine.found()}
+    assert found == {(("FREED",), "c", p, "HEAD_FULL") for p in (2, 3)}
 
 
 @pytest.mark.parametrize("freed_at", ["head", "tail"])

@@ -76,6 +76,26 @@ def test_a_hit_on_what_the_step_produces_is_clean(kind: str, records: Any, dirty
     assert summary.positions_verified == summary.positions_relied_on
 
 
+def test_a_seed_that_changes_under_the_model_is_reported_beside_a_prefix_that_is_yet_to_come() -> None:
+    engine = full_engine()
+    a, b, c = (engine.add(name, list(range(100, 120))) for name in "abc")
+    engine.step((c, 6))
+    engine.map(a, 0, 8)
+    hit(engine, a, b, 8)
+    for request, end in ((b, 9), (c, 7)):
+        engine.map(request, request.cached, end)
+    batch = pending(engine.batch((a, 8), (b, 1), (c, 1), map_new=False), b=8)
+    engine.forward.begin(batch)
+    engine.forward.head()
+    # The chain that c's next token goes on from is another one now.
+    engine.groups[0].pool.records[engine.slot_of(engine.groups[0], c, 5), 1] ^= 1
+    engine.write_bytes(batch)
+    engine.forward.tail()
+    engine.forward.end()
+    found = {(r.reasons, r.request_id, r.position) for r in engine.found() if "PREFIX" in r.reasons}
+    assert found == {(("PREFIX",), "c", 5)}
+
+
 def test_without_a_word_of_it_the_same_step_is_reported() -> None:
     engine = full_engine()
     a = engine.add("a", list(range(100, 140)))
