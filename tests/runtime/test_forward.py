@@ -272,6 +272,21 @@ def test_an_index_outside_the_lut_is_reported_and_degrades() -> None:
     assert engine.manager.summary().status == "degraded"
 
 
+def test_what_changes_in_a_ring_under_the_model_is_found_behind_it() -> None:
+    ring = kc.BufferGroup(name="ring", pool=make_pool(), window=5, ring=True)
+    engine = Engine([ring])
+    a = engine.add("a", 40)
+    engine.step((a, 8))
+    batch = engine.batch((a, 1))
+    engine.forward.begin(batch)
+    engine.forward.head()
+    ring.pool.records[engine.slot_of(ring, a, 6), 1] ^= 1
+    engine.write_bytes(batch)
+    engine.forward.tail()
+    engine.forward.end()
+    assert {(r.reasons, r.position, r.tag) for r in engine.found()} == {(("CHAIN",), p, "TAIL_SWA") for p in (6, 7)}
+
+
 def test_two_groups_over_one_pool_name_their_own_slots() -> None:
     pool = make_pool()
     full = kc.BufferGroup(name="full", pool=pool)
