@@ -24,6 +24,9 @@ INTERPRETER_PROGRAMS = 3
 # that it can take go both ways.
 ONE_PROGRAM_LANES = 512
 INTERPRETER_LANES = 64
+# Tiles of a request whose sums are read at once, where a tile goes on from those before it: powers of two.
+TILES_AT_ONCE = 128
+INTERPRETER_TILES = 4
 # Entries that are few; see `few_entries`.
 FEW_ENTRIES = 1 << 16
 INTERPRETER_ENTRIES = 48
@@ -65,6 +68,11 @@ def persistent_grid(num_tiles: int, device: torch.device, per_sm: int = PROGRAMS
 def few_entries(device: torch.device) -> int:
     """Return how many entries are so few that saving a launch matters more than saving work."""
     return FEW_ENTRIES if device.type == "cuda" else INTERPRETER_ENTRIES
+
+
+def tiles_at_once(device: torch.device) -> int:
+    """Return of how many tiles of a request the sums are read at once."""
+    return TILES_AT_ONCE if device.type == "cuda" else INTERPRETER_TILES
 
 
 def one_program_lanes(device: torch.device) -> int:

@@ -15,7 +15,7 @@ import triton.language as tl
 from kv_canary.constants import CHAIN_MULTIPLIER, OWNER_MASK, Reason
 from kv_canary.kernels.batches import plan_of
 from kv_canary.kernels.hashing import as_i64, as_u64, chain_inverse, chain_scale, identity, mix, writer_word
-from kv_canary.kernels.launching import begin, one_program_lanes, overlapping, persistent_grid
+from kv_canary.kernels.launching import begin, one_program_lanes, overlapping, persistent_grid, tiles_at_once
 from kv_canary.kernels.records import load_record, record_address, records_of, store_record
 from kv_canary.kernels.reporting import log_of, report
 from kv_canary.kernels.sources import (
@@ -444,6 +444,8 @@ def _store(
     TRACK_LIFETIME: tl.constexpr,
     REQUESTS: tl.constexpr,
     REQUEST_BITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    AT_ONCE_BITS: tl.constexpr,
     TILE: tl.constexpr,
     TILE_BITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -470,7 +472,7 @@ def _store(
                 starts,
                 total,
                 entry,
-                _chain_before(tile_sums_ptr + tiles_before, first_tile, number, TILE, TILE_BITS),
+                _chain_before(tile_sums_ptr + tiles_before, first_tile, number, AT_ONCE, AT_ONCE_BITS, TILE, TILE_BITS),
                 None,
                 TRACK_LIFETIME,
                 REQUESTS,
@@ -484,14 +486,23 @@ def _store(
 
 
 @triton.jit
-def _chain_before(tile_sums_ptr, first_tile, tile, TILE: tl.constexpr, TILE_BITS: tl.constexpr):
+def _chain_before(
+    tile_sums_ptr,
+    first_tile,
+    tile,
+    # constants
+    AT_ONCE: tl.constexpr,
+    AT_ONCE_BITS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_BITS: tl.constexpr,
+):
     """The chain before `tile` of a request whose first token is in `first_tile`; anything if that is `tile` itself."""
     chain = tl.zeros([1], tl.uint64)
-    block = tl.arange(0, 128).to(tl.int64)
+    block = tl.arange(0, AT_ONCE).to(tl.int64)
     # M ** (TILE - 1) for the last token of a tile, once more M ** TILE for each tile further back.
-    scale = chain_scale(block * TILE + (TILE - 1), TILE_BITS + 7)
-    further = chain_scale(tl.full([1], 128 * TILE, tl.int64), TILE_BITS + 8)
-    for back in range(0, tile - first_tile, 128):
+    scale = chain_scale(block * TILE + (TILE - 1), TILE_BITS + AT_ONCE_BITS)
+    further = chain_scale(tl.full([1], AT_ONCE * TILE, tl.int64), TILE_BITS + AT_ONCE_BITS + 1)
+    for back in range(0, tile - first_tile, AT_ONCE):
         before = tile - 1 - back - block
         # first_tile <= before < tile: left by `_prepare`
         sums = as_u64(tl.load(tile_sums_ptr + before, mask=before >= first_tile, other=0))
@@ -558,6 +569,7 @@ def write(
     narrow = token_bytes <= NARROW_BYTES
     tile = NARROW_TILE if narrow else TILE_TOKENS
     requests = min(MAX_REQUESTS, max(128, triton.next_power_of_2(capacity)))
+    at_once = tiles_at_once(step.device)
     grid = persistent_grid(triton.cdiv(num_tokens, tile) + triton.cdiv(capacity, requests), step.device)
     constants = {"TAG": tag, "REQUESTS": requests, "TILE": tile, "TILE_BITS": tile.bit_length() - 1}
     constants |= overlapping(step.device)
@@ -572,6 +584,8 @@ def write(
         **constants,
         TRACK_LIFETIME=track_lifetime,
         REQUEST_BITS=requests.bit_length() - 1,
+        AT_ONCE=at_once,
+        AT_ONCE_BITS=at_once.bit_length() - 1,
         num_warps=4 if narrow else tile // 4,
         maxnreg=None if narrow else WIDE_REGISTERS,
     )

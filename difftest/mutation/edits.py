@@ -15,7 +15,7 @@ TUNING_NAMES = frozenset(
         *("BLOCK_ENTRIES", "BLOCK_REQUESTS", "BLOCK_SLOTS", "BLOCK_TOKENS", "TILE_TOKENS", "MAX_BLOCK_WORDS"),
         *("PROGRAMS_PER_SM", "INTERPRETER_PROGRAMS", "grid", "parts", "tiles", "block", "block_words"),
         *("FEW_ENTRIES", "INTERPRETER_ENTRIES", "ONE_PROGRAM_LANES", "INTERPRETER_LANES", "COUNTED_REQUESTS"),
-        *("TILES", "LANE_TOKENS", "MAX_LANES", "lays_out", "lanes"),
+        *("TILES", "TILES_AT_ONCE", "INTERPRETER_TILES", "at_once", "LANE_TOKENS", "MAX_LANES", "lays_out", "lanes"),
         *("ONE_PROGRAM_BYTES", "NARROW_BYTES", "NARROW_TILE", "WIDE_WORDS", "WIDE_REGISTERS", "MAX_REQUESTS"),
     }
 )

@@ -18,6 +18,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kv_canary import backends
 from kv_canary.cases.casefile import load as load_case
 from kv_canary.cases.comparison import Mismatch, Outcome
@@ -25,6 +27,7 @@ from kv_canary.difftest import corpus
 from kv_canary.difftest.generic import draw_cases
 from kv_canary.difftest.mutation.overlay import load, reached_ops, read_source
 from kv_canary.difftest.runner import check_case
+from kv_canary.difftest.strategies.large import large_cases
 from kv_canary.errors import must_be
 from kv_canary.specs import get_spec
 
@@ -145,10 +148,14 @@ class Pool:
         on_verdict(child.key, verdict)
 
 
-def cases_of(op: str, *, examples: int, seed: int) -> list[Mapping[str, Any]]:
-    """Return `examples` calls of `op`, the same ones for the same `seed`, and those of the committed corpus."""
+def cases_of(op: str, *, examples: int, seed: int, device: str = "cpu") -> list[Mapping[str, Any]]:
+    """Return `examples` calls of `op`, the same for the same `seed`, those of the committed corpus, and large ones."""
     files = [load_case(path) for path in corpus.entries()]
-    return [*draw_cases(op, examples=examples, seed=seed), *(file.arguments for file in files if file.op == op)]
+    return [
+        *draw_cases(op, examples=examples, seed=seed),
+        *(file.arguments for file in files if file.op == op),
+        *large_cases(op, torch.device(device)),
+    ]
 
 
 def without_effect(text: str) -> str:

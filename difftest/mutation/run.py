@@ -154,7 +154,7 @@ def run_mutants(
             on_progress(results[mutant.id], len(results), len(mutants))
 
     with _one_thread(), tempfile.TemporaryDirectory(prefix="kv-canary-mutants-") as folder:
-        drawn = {op: cases_of(op, examples=examples, seed=seed) for op in _all_reached(run_files)}
+        drawn = {op: cases_of(op, examples=examples, seed=seed, device=device) for op in _all_reached(run_files)}
         for op in drawn:
             backends.implementation(op, "reference")
             backends.implementation(op, "triton")

@@ -1,0 +1,123 @@
+"""Calls just above the bounds of kernels' inner loops, which drawn calls stay below: long chunks, many requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from kv_canary.constants import HEAD_OF_CHAIN, Tag
+from kv_canary.specs.structures import Endpoint, KvSource, ResolvedSlots, VerifyPlan, ViolationLog, WritePlan
+from kv_canary.specs.write import TILE_TOKENS
+
+# Requests that one program lays out at a time.
+_REQUESTS_AT_ONCE = 1024
+
+
+def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield large calls of an op, the same ones every time; none for most ops.
+
+    Args:
+        device: where Triton will run: in its interpreter the bounds of some loops are lower.
+    """
+    if op == "write":
+        # Not imported earlier: whether Triton interprets is settled when it is imported.
+        from kv_canary.kernels.launching import tiles_at_once
+        from kv_canary.kernels.write import NARROW_TILE
+
+        at_once = tiles_at_once(device)
+        # Where few bytes of each token are covered, and where many are.
+        for tokens, num_bytes in ((2 * at_once * NARROW_TILE + 1, 16), (2 * at_once * TILE_TOKENS + 1, 260)):
+            yield _write([(5, tokens), (0, 3)], num_bytes=num_bytes)
+        yield _write([(i % 3, i % 2) for i in range(2 * _REQUESTS_AT_ONCE + 52)], num_bytes=16)
+    elif op == "chain_tails":
+        for length in (1 << 16, (1 << 16) + 1, 70_000):
+            yield _segments([length, 3], num_rows=3) | {"anchors": None, "tails": _words(3)}
+    elif op == "scatter_token_ids":
+        for length in (512, 1024, 3 * 512, 4 * 512, 4 * 512 + 1):
+            pool = torch.full((3, length + 1), 7, dtype=torch.int32)
+            yield _segments([length, 3], num_rows=3) | {"pool": pool}
+    elif op in ("plan", "verify_prefixes"):
+        yield _prefixes(op, 2 * _REQUESTS_AT_ONCE + 52)
+
+
+def _write(requests: list[tuple[int, int]], *, num_bytes: int) -> dict[str, Any]:
+    """Return a write of requests of (cached, new) tokens, each in a slot of its own; every 100th position is wrong."""
+    rng, count = np.random.default_rng(len(requests)), len(requests)
+    extend = [new for _, new in requests]
+    num_tokens, num_slots = sum(extend), sum(extend) + 2
+    source = KvSource(
+        layers=(torch.from_numpy(rng.integers(0, 256, (num_slots, num_bytes), dtype=np.uint8)),),
+        page_size=1,
+        bytes_per_token=num_bytes,
+        read_bytes=num_bytes,
+    )
+    positions = np.concatenate([np.arange(cached, cached + new) for cached, new in requests])
+    positions[::100] += 1
+    offsets = np.cumsum([0, *extend])
+    return {
+        "write_plan": WritePlan(
+            rows=torch.arange(1, count + 1),
+            owners=torch.arange(7, 7 + count),
+            offsets=torch.from_numpy(offsets),
+            prefix_lens=torch.tensor([cached for cached, _ in requests]),
+            seed_slots=torch.full((count,), HEAD_OF_CHAIN),
+            num_requests=torch.tensor([count], dtype=torch.int32),
+        ),
+        "input_ids": torch.from_numpy(rng.integers(0, 1 << 17, num_tokens)),
+        "positions": torch.from_numpy(positions),
+        "out_slots": torch.from_numpy(rng.permutation(num_tokens) + 1),
+        "endpoint": Endpoint(
+            tag=Tag.TAIL_FULL, records=torch.zeros(num_slots, 4, dtype=torch.int64), k_source=source, v_source=None
+        ),
+        "tails": _words(count + 1),
+        "step": torch.tensor([9]),
+        "check_positions": torch.ones(1, dtype=torch.int32),
+        "track_lifetime": True,
+        "violations": ViolationLog.allocate(ring_cap=num_tokens),
+        "counters": torch.zeros(len(Tag), 2, dtype=torch.int64),
+    }
+
+
+def _prefixes(op: str, count: int) -> dict[str, Any]:
+    """Return a call of plan or verify_prefixes for so many requests of up to 2 cached tokens; some rows are none."""
+    rng, num_slots = np.random.default_rng(count), 64
+    rows = rng.permutation(count) + 1
+    rows[::97], rows[5::211] = 0, count + 1
+    batch = {
+        "rows": torch.from_numpy(rows),
+        "prefix_lens": torch.from_numpy(rng.integers(0, 3, count)),
+        "extend_lens": torch.ones(count, dtype=torch.int64),
+        "req_to_token": torch.from_numpy(rng.integers(0, num_slots, (count + 1, 4), dtype=np.int32)),
+        "write_plan": WritePlan.allocate(write_cap=count),
+        "status": torch.zeros(1, dtype=torch.int32),
+    }
+    if op == "plan":
+        return {**batch, "verify_plan": VerifyPlan.allocate(verify_cap=3 * count)}
+    records = _words(num_slots * 4).view(num_slots, 4)
+    return {
+        **batch,
+        "step": torch.tensor([9]),
+        "endpoint": Endpoint(tag=Tag.HEAD_FULL, records=records),
+        "resolved": ResolvedSlots.allocate(entry_cap=3 * count),
+        "violations": ViolationLog.allocate(ring_cap=4 * count),
+        "counters": torch.zeros(len(Tag), 2, dtype=torch.int64),
+    }
+
+
+def _segments(lens: list[int], *, num_rows: int) -> dict[str, Any]:
+    offsets = np.cumsum([0, *lens])
+    return {
+        "flat": torch.from_numpy(np.random.default_rng(lens).integers(0, 1 << 17, offsets[-1])),
+        "offsets": torch.from_numpy(offsets),
+        "rows": torch.arange(1, len(lens) + 1),
+        "starts": torch.zeros(len(lens), dtype=torch.int64),
+        "status": torch.zeros(1, dtype=torch.int32),
+    }
+
+
+def _words(count: int) -> torch.Tensor:
+    """Words of any value."""
+    return torch.from_numpy(np.random.default_rng(count).integers(-(1 << 63), (1 << 63) - 1, count))

@@ -1,0 +1,34 @@
+"""Calls just above the bounds of kernels' inner loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kv_canary.difftest.runner import check_case
+from kv_canary.difftest.strategies.large import large_cases
+from kv_canary.specs import get_spec
+
+COUNTS = {"write": 3, "chain_tails": 3, "scatter_token_ids": 5, "plan": 1, "verify_prefixes": 1}
+
+
+@pytest.mark.parametrize(("op", "number"), [(op, number) for op, count in COUNTS.items() for number in range(count)])
+def test_a_large_call_is_that_of_the_reference(op: str, number: int, device: torch.device) -> None:
+    cases = list(large_cases(op, device))
+    assert len(cases) == COUNTS[op]
+    check_case(get_spec(op), cases[number], device=device)
+    assert get_spec(op).has_one_outcome(get_spec(op).bind(cases[number]))
+
+
+def test_they_go_round_the_inner_loops_three_times(device: torch.device) -> None:
+    from kv_canary.kernels.batches import MAX_BLOCK_REQUESTS
+    from kv_canary.kernels.launching import tiles_at_once
+    from kv_canary.kernels.write import MAX_REQUESTS, NARROW_TILE
+    from kv_canary.specs.write import TILE_TOKENS
+
+    plans = [case["write_plan"] for case in large_cases("write", device)]
+    at_once = tiles_at_once(device)
+    longest = [int(plan.offsets.diff().max()) for plan in plans]
+    assert longest == [2 * at_once * NARROW_TILE + 1, 2 * at_once * TILE_TOKENS + 1, 1]
+    assert max(len(plan.rows) for plan in plans) > 2 * MAX_REQUESTS
+    assert all(len(case["rows"]) > 2 * MAX_BLOCK_REQUESTS for case in large_cases("plan", device))
