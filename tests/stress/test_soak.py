@@ -18,7 +18,7 @@ from kv_canary.config import CanaryConfig
 from kv_canary.constants import Reason
 from kv_canary.difftest.engine import Action, EngineConfig, GroupConfig
 from kv_canary.difftest.engine.actions import opening, random_action
-from kv_canary.difftest.stress import batching, detection, random_engine, soak
+from kv_canary.difftest.stress import batching, detection, processes, random_engine, soak
 from kv_canary.difftest.stress.expected_findings import FaultyEngine, place_of, unexplained, unreported
 from kv_canary.perturb import MODES, PerturbConfig, bytes_of
 from kv_canary.perturb import perturber as perturber_module
@@ -183,15 +183,15 @@ def test_tasks_are_taken_in_order_until_there_are_enough() -> None:
         taken.append(result)
         return len(taken) == 5
 
-    with random_engine.processes(2) as pool:
-        stopped = random_engine.run_tasks(math.sqrt, (n * n for n in range(1000)), pool=pool, ahead=3, take=take)
+    with processes.processes(2) as pool:
+        stopped = processes.run_tasks(math.sqrt, (n * n for n in range(1000)), pool=pool, ahead=3, take=take)
         assert (stopped, taken) == (False, [0, 1, 2, 3, 4])
 
         def interrupt(result: float) -> bool:
             raise KeyboardInterrupt
 
-        assert random_engine.run_tasks(math.sqrt, [1, 4], pool=pool, ahead=3, take=interrupt) is True
-        assert random_engine.run_tasks(math.sqrt, [1, 4], pool=pool, ahead=3, take=lambda result: False) is False
+        assert processes.run_tasks(math.sqrt, [1, 4], pool=pool, ahead=3, take=interrupt) is True
+        assert processes.run_tasks(math.sqrt, [1, 4], pool=pool, ahead=3, take=lambda result: False) is False
 
 
 def invoke(command: Any, *arguments: str) -> Result:
@@ -284,7 +284,7 @@ def test_misuse_exits_with_2(command: Any, arguments: list[str]) -> None:
 
 
 def test_a_device_that_is_not_there_is_misuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_engine.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(processes.torch.cuda, "is_available", lambda: False)
     for command in (soak.main, detection.main):
         result = invoke(command, "--device", "cuda")
         assert result.exit_code == 2
