@@ -75,6 +75,7 @@ def test_what_is_found_is_saved_shrunk_replayed_and_minimized(tmp_path: Path) ->
     facts, junit = tmp_path / "facts.json", tmp_path / "junit.xml"
     plant = ("--plant", "exclusive-scan")
     options = ("--op", "write", "--minutes", "4", "--jobs", "1", "--max-findings", "1", "--shrink", "20", *plant)
+    options += ("--database", "db")
     done = difftest("fuzz", *options, "--json", str(facts), "--junit", str(junit), folder=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     (finding,) = json.loads(facts.read_text())["findings"]
@@ -100,6 +101,11 @@ def test_what_is_found_is_saved_shrunk_replayed_and_minimized(tmp_path: Path) ->
     assert right.returncode == 0, right.stdout
     # A person can read the case: a token, or a few, or a few more where the machine is busy.
     assert re.search(r"input_ids\W+in\W+int64\[\d\d?\]", again.stdout), again.stdout
+
+    # Another campaign begins with what this one found.
+    difftest("fuzz", *options, "--database", "ro:db", "--seed", "1", "--json", str(facts), folder=tmp_path)
+    (finding,) = json.loads(facts.read_text())["findings"]
+    assert finding["cases_before"] == 1
 
     smaller = difftest("minimize", line[1], "-o", "small.kvcase", "--max-tries", "60", *plant, folder=tmp_path)
     assert smaller.returncode == 1, smaller.stdout + smaller.stderr
