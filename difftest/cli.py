@@ -126,7 +126,6 @@ def campaign_options(command: Any) -> Any:
             plant_option,
             click.option("--coverage", is_flag=True, help="Print every pair of features with its count of cases."),
             click.option("--json", "json_path", type=OUT_FILE, help="Write the facts here, for a machine."),
-            click.option("--junit", "junit_path", type=OUT_FILE, help="Write JUnit XML here, for a CI system."),
             click.option("--commit", default="unknown", help="The commit under test, for --json."),
         ]
     ):
@@ -146,7 +145,7 @@ def run(examples: int, **options: Any) -> None:
     Examples:
       kv-canary difftest run
       kv-canary difftest run --op verify --examples 1000
-      kv-canary difftest run --device cuda --junit difftest.xml
+      kv-canary difftest run --device cuda
       kv-canary difftest run --import examples/your_own_kernel.py --op paged_gather
     """
     _campaign(examples=examples, minutes=None, **options)
@@ -386,7 +385,6 @@ def _campaign(
     ops: tuple[str, ...],
     coverage: bool,
     json_path: Path | None,
-    junit_path: Path | None,
     commit: str,
     **options: Any,
 ) -> None:
@@ -394,7 +392,6 @@ def _campaign(
 
     from kv_canary.difftest import present
     from kv_canary.difftest.campaign import Campaign, run_campaign
-    from kv_canary.difftest.junit import write_junit
     from kv_canary.difftest.worker import import_all, prepare
 
     try:
@@ -413,8 +410,6 @@ def _campaign(
     present.show_campaign(console, campaign, result, lines, all_pairs=coverage)
     if json_path is not None:
         json_path.write_text(json.dumps(_facts(campaign, result, lines, commit), indent=2) + "\n", encoding="utf-8")
-    if junit_path is not None:
-        write_junit(junit_path, result, replay=lines)
     raise SystemExit(1 if result.findings or result.errors else 2 if result.untried and not result.interrupted else 0)
 
 

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -55,35 +54,30 @@ def replay_line(output: str) -> list[str]:
 
 
 def test_a_clean_run(tmp_path: Path) -> None:
-    facts, junit = tmp_path / "facts.json", tmp_path / "junit.xml"
-    options = ("--op", "retire", "--op", "engine", "--examples", "10", "--jobs", "2")
-    done = difftest("run", *options, "--json", str(facts), "--junit", str(junit), "--coverage", folder=tmp_path)
+    facts = tmp_path / "facts.json"
+    options = ("--op", "retire", "--op", "engine", "--examples", "4", "--jobs", "2")
+    done = difftest("run", *options, "--json", str(facts), "--coverage", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(facts.read_text())
-    assert told["targets"]["retire"]["cases"] >= 10
+    assert told["targets"]["retire"]["cases"] >= 4
     assert told["targets"]["engine"]["cases"] > 0
     assert told["findings"] == told["errors"] == []
     assert 0 < told["coverage"]["covered_pairs"] < told["coverage"]["feasible_pairs"]
     assert "padding:rows" in done.stdout
-    suite = ET.parse(junit).getroot()
-    assert [case.get("name") for case in suite.iter("testcase")] == ["retire", "engine"]
-    assert suite.get("failures") == "0"
     assert not (tmp_path / "findings").exists()
 
 
 def test_what_is_found_is_saved_shrunk_replayed_and_minimized(tmp_path: Path) -> None:
-    facts, junit = tmp_path / "facts.json", tmp_path / "junit.xml"
+    facts = tmp_path / "facts.json"
     plant = ("--plant", "exclusive-scan")
     options = ("--op", "write", "--minutes", "4", "--jobs", "1", "--max-findings", "1", "--shrink", "20", *plant)
     options += ("--database", "db")
-    done = difftest("fuzz", *options, "--json", str(facts), "--junit", str(junit), folder=tmp_path)
+    done = difftest("fuzz", *options, "--json", str(facts), folder=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     (finding,) = json.loads(facts.read_text())["findings"]
     assert finding["op"] == "write"
     assert finding["found_after_s"] > 0
-    failure = ET.parse(junit).getroot().find(".//testcase[@name='write']/failure")
-    assert failure is not None
-    assert failure.text == finding["replay"]
+    assert shlex.split(finding["replay"])[2:] == replay_line(done.stdout)
 
     line = replay_line(done.stdout)
     assert line[-2:] == list(plant)

@@ -44,7 +44,7 @@ def test_misuse_is_refused(op: str) -> None:
 def test_a_saved_call_is_the_same_once_loaded(op: str) -> None:
     spec = get_spec(op)
 
-    @settings(max_examples=50)
+    @settings(max_examples=20)
     @given(case=cases(op))
     def same(case: dict[str, Any]) -> None:
         check_round_trip(spec, case)

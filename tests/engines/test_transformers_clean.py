@@ -3,13 +3,14 @@
 Every run also checks that nothing was left out: the positions verified are exactly the cached positions that the
 forwards were about to read. Each test asserts its own least number of forwards (`LEAST`), which summed over the models
 (4 * (70 + 70 + 65 + 65 + 75 + 60 + 70 + 100) = 2300) is 2300 in each version of transformers; the last two tests add
-some 200.
+some 200. Of four models every scenario has two in `make test`, and the others in `make test-long`.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 import kv_canary
 
@@ -29,7 +30,12 @@ LEAST = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
+def every_day(*kinds: str) -> list[ParameterSet]:
+    """Return all models, of which these are served every day."""
+    return [pytest.param(kind, marks=[] if kind in kinds else [pytest.mark.long]) for kind in MODELS]
+
+
+@pytest.mark.parametrize("kind", every_day("mistral", "gptoss"))
 def test_chunked_prefill_is_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def scenario(run: Run) -> None:
         prompts = Prompts().of_lengths(*LENGTHS)
@@ -42,7 +48,7 @@ def test_chunked_prefill_is_clean(monkeypatch: pytest.MonkeyPatch, kind: str) ->
     assert happened.later_chunks > 0
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", every_day("llama", "gemma3"))
 def test_shared_prefixes_over_several_turns_are_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def scenario(run: Run) -> None:
         prompts = Prompts()
@@ -65,7 +71,7 @@ def test_shared_prefixes_over_several_turns_are_clean(monkeypatch: pytest.Monkey
         assert happened.prefix_hits >= 16
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", every_day("llama", "mistral"))
 def test_identical_prompts_in_one_batch_are_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def scenario(run: Run) -> None:
         # Two whole pages: 5.17 hits all of it and rewrites the last slot, in blocks that others are reading.
@@ -79,7 +85,7 @@ def test_identical_prompts_in_one_batch_are_clean(monkeypatch: pytest.MonkeyPatc
         assert happened.prefix_hits >= 10
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", every_day("llama", "gptoss"))
 def test_forked_requests_are_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def scenario(run: Run) -> None:
         prompts = Prompts().of_lengths(3, 7, 16, 17, 31, 40)
@@ -92,7 +98,7 @@ def test_forked_requests_are_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -
     assert happened.forks >= 24
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", every_day("mistral", "gemma3"))
 def test_evictions_and_soft_resets_are_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def scenario(run: Run) -> None:
         prompts = Prompts().of_lengths(*(min(n, 50) for n in LENGTHS))
@@ -105,7 +111,7 @@ def test_evictions_and_soft_resets_are_clean(monkeypatch: pytest.MonkeyPatch, ki
     assert happened.soft_resets > 0
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", every_day("llama", "gptoss"))
 def test_offloading_to_the_host_and_back_is_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     drop_pinning(monkeypatch)
 
@@ -120,7 +126,7 @@ def test_offloading_to_the_host_and_back_is_clean(monkeypatch: pytest.MonkeyPatc
     assert happened.restores > 0
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", every_day("llama", "gemma3"))
 def test_padded_inputs_and_the_warm_up_are_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def scenario(run: Run) -> None:
         prompts = Prompts().of_lengths(*LENGTHS)
@@ -135,7 +141,7 @@ def test_padded_inputs_and_the_warm_up_are_clean(monkeypatch: pytest.MonkeyPatch
     assert happened.padded > 0
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", every_day("mistral", "gptoss"))
 def test_cancelling_running_requests_is_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def scenario(run: Run) -> None:
         prompts = Prompts()
@@ -153,7 +159,7 @@ def test_cancelling_running_requests_is_clean(monkeypatch: pytest.MonkeyPatch, k
     assert happened.cancelled_running == 9
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", every_day("llama", "gemma3"))
 def test_checking_everything_is_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def scenario(run: Run) -> None:
         prompts = Prompts().of_lengths(*(min(n, 50) for n in LENGTHS))
@@ -213,7 +219,7 @@ def test_asynchronous_batching_under_pressure_is_clean(monkeypatch: pytest.Monke
     assert happened.restores > 0
 
 
-@pytest.mark.parametrize(("kind", "waves"), [("llama", 2), ("gemma3", 1)])
+@pytest.mark.parametrize(("kind", "waves"), [pytest.param("llama", 2, marks=pytest.mark.long), ("gemma3", 1)])
 def test_the_triton_backend_is_clean(
     monkeypatch: pytest.MonkeyPatch, kind: str, waves: int, device: torch.device
 ) -> None:
