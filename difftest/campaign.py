@@ -26,7 +26,7 @@ from kv_canary.cases.casefile import SUFFIX, case_file, save
 from kv_canary.cases.comparison import Mismatch
 from kv_canary.difftest.coverage import Coverage
 from kv_canary.difftest.features import of_call
-from kv_canary.difftest.generic import ROUND_EXAMPLES, check_call, search, search_engine, search_rounds
+from kv_canary.difftest.search import ROUND_EXAMPLES, check_call, search, search_engine, search_rounds
 from kv_canary.difftest.worker import Executor, import_all, prepare
 from kv_canary.errors import must_be
 from kv_canary.specs import all_specs, get_spec

@@ -206,7 +206,7 @@ def replay(
     """
     from rich.console import Console
 
-    from kv_canary.difftest.present import show_replay
+    from kv_canary.difftest.console import show_replay
     from kv_canary.difftest.replaying import replay_case
 
     case = _load(file, imports, max_gib)
@@ -348,8 +348,8 @@ def sanitize_launches(
 
     from kv_canary.cases.casefile import versions
     from kv_canary.difftest.campaign import device_name
-    from kv_canary.difftest.generic import draw_cases
     from kv_canary.difftest.sanitize import TOOLS, find_sanitizer, sanitize
+    from kv_canary.difftest.search import draw_cases
     from kv_canary.difftest.worker import prepare
     from kv_canary.specs import all_specs
 
@@ -390,7 +390,7 @@ def _campaign(
 ) -> None:
     from rich.console import Console
 
-    from kv_canary.difftest import present
+    from kv_canary.difftest import console as shown
     from kv_canary.difftest.campaign import Campaign, run_campaign
     from kv_canary.difftest.worker import import_all, prepare
 
@@ -399,7 +399,7 @@ def _campaign(
         import_all(options["imports"])
         campaign = Campaign(targets=ops, **options)
         console = Console()
-        with present.live_progress(console, campaign) as on_change:
+        with shown.live_progress(console, campaign) as on_change:
             result = run_campaign(campaign, on_change=on_change)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
@@ -407,7 +407,7 @@ def _campaign(
         str(f.file): replay_line(f.file, imports=campaign.imports, device=campaign.device, plant=campaign.plant)
         for f in result.findings.values()
     }
-    present.show_campaign(console, campaign, result, lines, all_pairs=coverage)
+    shown.show_campaign(console, campaign, result, lines, all_pairs=coverage)
     if json_path is not None:
         json_path.write_text(json.dumps(_facts(campaign, result, lines, commit), indent=2) + "\n", encoding="utf-8")
     raise SystemExit(1 if result.findings or result.errors else 2 if result.untried and not result.interrupted else 0)

@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kv_canary.backends import implementation
 from kv_canary.cases.comparison import Mismatch, Outcome
-from kv_canary.difftest.engine import Action, Call, Engine, EngineConfig, Memory, corrupt, perform
-from kv_canary.difftest.engine.actions import opening
-from kv_canary.difftest.engine.snapshot import snapshot
+from kv_canary.difftest.simulator import Action, Call, Engine, EngineConfig, Memory, corrupt, perform
+from kv_canary.difftest.simulator.actions import opening
+from kv_canary.difftest.simulator.snapshot import snapshot
 from kv_canary.difftest.strategies.engine import actions, corruptions, engine_configs
 from kv_canary.specs import get_spec
 from kv_canary.specs.violation_row import VIOLATION_WORDS
@@ -55,7 +55,7 @@ class FalseAlarm(Exception):  # noqa: N818 - it is what the machine is for, not 
 
 def default_implementations() -> dict[str, Launch]:
     """Return the implementations there are, the plainest first; Triton's needs a GPU or its interpreter."""
-    from kv_canary.difftest.plain import IMPLEMENTATIONS
+    from kv_canary.difftest.naive.ops import IMPLEMENTATIONS
 
     def backend(name: str) -> Launch:
         return lambda op, arguments: implementation(op, name)(**arguments)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kv_canary.cases.comparison import violation_logs
-from kv_canary.difftest.calls import (
+from kv_canary.difftest.call_tools import (
     Call,
     digest,
     is_plain,

@@ -21,7 +21,7 @@ from kv_canary.ranks import RankReport
 from kv_canary.redact import Redactor
 from kv_canary.reports import CanaryViolationError, Decoder, Incident, ViolationReport
 from kv_canary.reports.decode import reason_names
-from kv_canary.reports.desk import IncidentDesk, most_telling
+from kv_canary.reports.reporter import IncidentReporter, most_telling
 from kv_canary.rows import OwnerNames
 from kv_canary.summary import RECENT_STEPS, CanaryStatus, CanarySummary
 
@@ -91,7 +91,7 @@ class Accounts:
         self._decoder = Decoder(
             groups, name_of_row=self._name_of_row, name_of_owner=self._name_of_owner, redactor=self.redactor
         )
-        self._desk = IncidentDesk(self._decoder, config=config, steps=self._steps, summary=self._summary_now)
+        self._desk = IncidentReporter(self._decoder, config=config, steps=self._steps, summary=self._summary_now)
         # Counters as of the last drained step; None where the launches since then are not known.
         self._before: list[list[int]] | None = [[0, 0] for _ in Tag]
         self._counters: list[list[int]] = [[0, 0] for _ in Tag]

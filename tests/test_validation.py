@@ -20,8 +20,8 @@ import kv_canary as kc
 from kv_canary import backends, ops
 from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.difftest import strategies
-from kv_canary.difftest.engine import ENGINE_OPS
 from kv_canary.difftest.runner import check_case
+from kv_canary.difftest.simulator import ENGINE_OPS
 from kv_canary.specs import all_specs, get_spec
 from kv_canary.specs.interface import KernelSpec, ScalarSpec, TensorSpec
 

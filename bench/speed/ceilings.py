@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kv_canary.bench.speed.state import State
 from kv_canary.bench.speed.timing import Clock, Launch, launchable
-from kv_canary.bench.speed.work import SECTOR, Entries
+from kv_canary.bench.speed.workload import SECTOR, Entries
 
 COPY_BYTES = 2 << 30
 COPY_BLOCKS = (1024, 2048, 4096)

@@ -11,7 +11,7 @@ import torch
 import kv_canary as kc
 from kv_canary.backends import implementation
 from kv_canary.bench.speed.state import State
-from kv_canary.bench.speed.work import Call, Work
+from kv_canary.bench.speed.workload import Call, Work
 from kv_canary.specs import get_spec
 from kv_canary.specs.interface import Leaf
 

@@ -17,7 +17,7 @@ from kv_canary.bench.speed.cases import Case, quick
 from kv_canary.bench.speed.checking import CheckFailed
 from kv_canary.bench.speed.state import State, build, pool_bytes, random_bytes
 from kv_canary.bench.speed.timing import Clock, Launch, Launchable, Time, launchable
-from kv_canary.bench.speed.work import SECTOR, Part, Work, work_of
+from kv_canary.bench.speed.workload import SECTOR, Part, Work, work_of
 from kv_canary.commands.facts import facts
 from kv_canary.errors import must_be
 

@@ -24,9 +24,9 @@ from kv_canary import backends
 from kv_canary.cases.casefile import load as load_case
 from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.difftest import corpus
-from kv_canary.difftest.generic import draw_cases
 from kv_canary.difftest.mutation.overlay import load, reached_ops, read_source
 from kv_canary.difftest.runner import check_case
+from kv_canary.difftest.search import draw_cases
 from kv_canary.difftest.strategies.large import large_cases
 from kv_canary.errors import must_be
 from kv_canary.specs import get_spec

@@ -42,7 +42,7 @@ def cases(op: str) -> SearchStrategy[dict[str, Any]]:
 
 
 def _with_engine_made(op: str, isolated: Cases) -> SearchStrategy[dict[str, Any]]:
-    from kv_canary.difftest.engine import ENGINE_OPS
+    from kv_canary.difftest.simulator import ENGINE_OPS
     from kv_canary.difftest.strategies.engine import engine_cases
 
     return one_of(isolated(), engine_cases(op)) if op in ENGINE_OPS else isolated()

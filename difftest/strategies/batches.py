@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 
-from kv_canary.difftest.hostile import HOSTILE, HOSTILE_32, INT64_MAX, INT64_MIN
 from kv_canary.difftest.strategies.domain import int64, often, replace_some, steps, strided_rows
+from kv_canary.difftest.strategies.edge_values import HOSTILE, HOSTILE_32, INT64_MAX, INT64_MIN
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from kv_canary.difftest.hostile import INT64_MAX, INT64_MIN
+from kv_canary.difftest.strategies.edge_values import INT64_MAX, INT64_MIN
 from kv_canary.difftest.strategies.segments import segments
 
 

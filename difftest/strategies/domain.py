@@ -17,7 +17,7 @@ from kv_canary.backends import implementation
 from kv_canary.cases.packing import sparse_storage
 from kv_canary.constants import ANCHOR, to_signed
 from kv_canary.difftest.features import GIANT
-from kv_canary.difftest.hostile import HOSTILE, INT64_MAX, INT64_MIN
+from kv_canary.difftest.strategies.edge_values import HOSTILE, INT64_MAX, INT64_MIN
 from kv_canary.specs.structures import Endpoint, KvSource, ViolationLog, WritePlan
 from kv_canary.specs.violation_row import VIOLATION_WORDS
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kv_canary.backends import implementation
 from kv_canary.constants import STEP_MASK
-from kv_canary.difftest.engine import (
+from kv_canary.difftest.simulator import (
     ACTIONS,
     FAULTS,
     Action,
@@ -24,11 +24,11 @@ from kv_canary.difftest.engine import (
     corrupt,
     perform,
 )
-from kv_canary.difftest.engine.actions import opening, random_action
-from kv_canary.difftest.engine.config import Kind
-from kv_canary.difftest.engine.snapshot import snapshot
-from kv_canary.difftest.hostile import HOSTILE
+from kv_canary.difftest.simulator.actions import opening, random_action
+from kv_canary.difftest.simulator.config import Kind
+from kv_canary.difftest.simulator.snapshot import snapshot
 from kv_canary.difftest.strategies.domain import kv_sources, seeds
+from kv_canary.difftest.strategies.edge_values import HOSTILE
 from kv_canary.specs import get_spec
 
 # The kinds of groups that models have together.

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from kv_canary.difftest.hostile import HOSTILE
 from kv_canary.difftest.strategies.domain import (
     damage_records,
     draw_giant,
@@ -19,6 +18,7 @@ from kv_canary.difftest.strategies.domain import (
     strided_rows,
     worlds,
 )
+from kv_canary.difftest.strategies.edge_values import HOSTILE
 
 
 @st.composite

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from kv_canary.difftest.hostile import HOSTILE, INT64_MAX, INT64_MIN
 from kv_canary.difftest.strategies.domain import int64, lengths, often, replace_some, seeds
+from kv_canary.difftest.strategies.edge_values import HOSTILE, INT64_MAX, INT64_MIN
 
 
 @st.composite

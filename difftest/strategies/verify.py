@@ -9,7 +9,6 @@ import torch
 from hypothesis import strategies as st
 
 from kv_canary.constants import HEAD_OF_CHAIN, MASK64, UNCHECKED, Tag, to_signed
-from kv_canary.difftest.hostile import HOSTILE, INT64_MAX, INT64_MIN
 from kv_canary.difftest.strategies.domain import (
     World,
     damage_bytes,
@@ -22,6 +21,7 @@ from kv_canary.difftest.strategies.domain import (
     violation_logs,
     worlds,
 )
+from kv_canary.difftest.strategies.edge_values import HOSTILE, INT64_MAX, INT64_MIN
 from kv_canary.specs.structures import VerifyPlan
 
 

@@ -10,7 +10,6 @@ import torch
 from hypothesis import strategies as st
 
 from kv_canary.constants import Tag
-from kv_canary.difftest.hostile import INT64_MAX, INT64_MIN
 from kv_canary.difftest.strategies.batches import (
     Batch,
     damage_cells,
@@ -32,6 +31,7 @@ from kv_canary.difftest.strategies.domain import (
     violation_logs,
     worlds,
 )
+from kv_canary.difftest.strategies.edge_values import INT64_MAX, INT64_MIN
 from kv_canary.specs.structures import ResolvedSlots, WritePlan
 
 # Requests of a batch that crosses blocks of them; most of those have a few cached tokens only.

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from kv_canary.backends import implementation
 from kv_canary.constants import HEAD_OF_CHAIN, RESOLVED_WORDS, RUN_ENTRIES, RUN_WORDS, Tag
-from kv_canary.difftest.hostile import HOSTILE, HOSTILE_32
 from kv_canary.difftest.strategies import verify_prefixes
 from kv_canary.difftest.strategies.domain import (
     damage_bytes,
@@ -22,6 +21,7 @@ from kv_canary.difftest.strategies.domain import (
     steps,
     violation_logs,
 )
+from kv_canary.difftest.strategies.edge_values import HOSTILE, HOSTILE_32
 from kv_canary.specs import get_spec
 from kv_canary.specs.structures import ResolvedSlots
 

@@ -11,7 +11,6 @@ import torch
 from hypothesis import strategies as st
 
 from kv_canary.constants import ANCHOR, HEAD_OF_CHAIN, Tag
-from kv_canary.difftest.hostile import HOSTILE, INT64_MAX, INT64_MIN
 from kv_canary.difftest.strategies.domain import (
     World,
     damage_records,
@@ -25,6 +24,7 @@ from kv_canary.difftest.strategies.domain import (
     violation_logs,
     worlds,
 )
+from kv_canary.difftest.strategies.edge_values import HOSTILE, INT64_MAX, INT64_MIN
 from kv_canary.reference.hashing import identity, walk_chains, writer
 from kv_canary.specs.structures import WritePlan
 

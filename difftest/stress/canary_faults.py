@@ -17,7 +17,7 @@ import numpy as np
 from kv_canary import drain, host, launches, ops, state, unverified
 from kv_canary.observers import Observer, events
 from kv_canary.observers.base import StepFacts
-from kv_canary.reports import ViolationReport, bundle, desk
+from kv_canary.reports import ViolationReport, bundle, reporter
 from kv_canary.specs.structures import ResolvedSlots, WritePlan
 
 OPS = (
@@ -47,8 +47,8 @@ PLACES: tuple[tuple[Any, str], ...] = (
     (unverified.Unverified, "_take_in"),
     (unverified.Unverified, "written"),
     (unverified.Unverified, "_inside"),
-    (desk.IncidentDesk, "_take"),
-    (desk.IncidentDesk, "_surroundings"),
+    (reporter.IncidentReporter, "_take"),
+    (reporter.IncidentReporter, "_surroundings"),
     (bundle.BundleFolder, "save"),
     (events, "_lock"),
     (events, "_append_whole"),

@@ -25,7 +25,7 @@ from kv_canary import output
 from kv_canary.commands.facts import facts
 from kv_canary.config import CanaryConfig
 from kv_canary.demo.serving import batching_config
-from kv_canary.difftest.engine.actions import opening
+from kv_canary.difftest.simulator.actions import opening
 from kv_canary.difftest.stress import batching
 from kv_canary.difftest.stress.canary_faults import Faults, InjectedError, SourHandler, SourObserver
 from kv_canary.difftest.stress.processes import processes, run_tasks

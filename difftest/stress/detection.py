@@ -22,8 +22,8 @@ from rich.table import Table
 from kv_canary.commands.facts import facts
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import BACKENDS, Reason
-from kv_canary.difftest.engine import EngineConfig
-from kv_canary.difftest.engine.actions import opening, random_action
+from kv_canary.difftest.simulator import EngineConfig
+from kv_canary.difftest.simulator.actions import opening, random_action
 from kv_canary.difftest.stress.expected_findings import FaultyEngine, first_steps, unexplained, unreported
 from kv_canary.difftest.stress.processes import prepare_backend, processes, run_tasks
 from kv_canary.difftest.stress.random_engine import draw_canary, draw_configs

@@ -10,9 +10,9 @@ import torch
 
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import Reason, Tag
-from kv_canary.difftest.engine import EngineConfig
-from kv_canary.difftest.engine.groups import Group
-from kv_canary.difftest.engine.guarded import GuardedEngine
+from kv_canary.difftest.simulator import EngineConfig
+from kv_canary.difftest.simulator.canary_engine import CanaryEngine
+from kv_canary.difftest.simulator.groups import Group
 from kv_canary.forward import ForwardBatch, ForwardRequest
 from kv_canary.perturb import Injection, PerturbConfig
 from kv_canary.pools import BufferGroup
@@ -35,7 +35,7 @@ NOTHING = Reason(0)
 Slots = dict[int, list[int]]
 
 
-class FaultyEngine(GuardedEngine):
+class FaultyEngine(CanaryEngine):
     """A healthy engine into which one fault is injected, and every consequence that the fault has for a canary.
 
     It follows damaged bytes and records from slot to slot by the engine's own books, never by the canary's records:
@@ -49,7 +49,7 @@ class FaultyEngine(GuardedEngine):
         config: the engine's; owners must be serial numbers.
         canary: the canary's; without quarantine.
         perturb: the fault; one injection.
-        device: see `GuardedEngine`.
+        device: see `CanaryEngine`.
     """
 
     def __init__(

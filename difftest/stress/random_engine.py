@@ -11,11 +11,11 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from kv_canary.config import CanaryConfig
-from kv_canary.difftest.engine import Action, EngineConfig
-from kv_canary.difftest.engine.actions import random_action
-from kv_canary.difftest.engine.batch import Request
-from kv_canary.difftest.engine.groups import Group
-from kv_canary.difftest.engine.guarded import GuardedEngine
+from kv_canary.difftest.simulator import Action, EngineConfig
+from kv_canary.difftest.simulator.actions import random_action
+from kv_canary.difftest.simulator.batch import Request
+from kv_canary.difftest.simulator.canary_engine import CanaryEngine
+from kv_canary.difftest.simulator.groups import Group
 from kv_canary.difftest.strategies.engine import engine_configs
 from kv_canary.forward import ForwardBatch
 
@@ -29,7 +29,7 @@ class ModelFailedError(RuntimeError):
     """The model of an engine raised, as models do; the engine tries again later."""
 
 
-class CountingEngine(GuardedEngine):
+class CountingEngine(CanaryEngine):
     """An engine that counts what happens to it, in `happened`, and whose model fails now and then.
 
     Args:

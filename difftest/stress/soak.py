@@ -20,7 +20,7 @@ from rich.table import Table
 
 from kv_canary.commands.facts import facts
 from kv_canary.constants import BACKENDS
-from kv_canary.difftest.engine.actions import opening
+from kv_canary.difftest.simulator.actions import opening
 from kv_canary.difftest.stress import batching
 from kv_canary.difftest.stress.processes import prepare_backend, processes, run_tasks
 from kv_canary.difftest.stress.random_engine import CountingEngine, any_action, draw_canary, draw_configs

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from kv_canary.commands.facts import facts
-from kv_canary.difftest.engine.transfer import FULL, PAGE, READ_BYTES, SWA, Copy, Request, TransferEngine
+from kv_canary.difftest.simulator.transfer import FULL, PAGE, READ_BYTES, SWA, Copy, Request, TransferEngine
 from kv_canary.difftest.stress.transfer_faults import (
     BLAMED,
     FAULTS,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kv_canary.difftest.engine.transfer import PAGE, Copy, Request, TransferEngine
+from kv_canary.difftest.simulator.transfer import PAGE, Copy, Request, TransferEngine
 
 BEFORE = ("a K byte changed", "a V byte changed", "freed too early")
 ON_THE_WAY = (

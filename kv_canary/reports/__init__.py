@@ -1,7 +1,7 @@
 """Violations as a person can act on them: who, where, what is there, who wrote it, what was expected, likely why.
 
 Rows of the violation ring become reports (`decode`), reports of one cause an incident (`incidents`), which is logged
-once, looked around (`neighbourhood`) and saved (`bundle`) by the `desk`.
+once, looked around (`neighbourhood`) and saved (`bundle`) by the `reporter`.
 """
 
 from kv_canary.reports.decode import Decoder

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from kv_canary.errors import must_be
+from kv_canary.reports.from_json import from_plain
 from kv_canary.reports.incidents import Incident
 from kv_canary.reports.neighbourhood import Neighbourhood
-from kv_canary.reports.plain import from_plain
 from kv_canary.reports.report import ViolationReport
 
 FORMAT = "kv-canary-bundle"

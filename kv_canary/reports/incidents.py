@@ -10,8 +10,8 @@ from typing import Any, Literal
 from kv_canary.constants import Reason, Tag
 from kv_canary.errors import printable
 from kv_canary.reports.causes import Circumstances, cause_of_many
+from kv_canary.reports.clusters import CONTENT, Cluster, Kind, Member, clusters_of
 from kv_canary.reports.decode import Decoder, by_whom, details, is_write, reason_names
-from kv_canary.reports.members import CONTENT, Cluster, Kind, Member, clusters_of
 from kv_canary.reports.neighbourhood import Neighbourhood
 from kv_canary.reports.report import ViolationReport
 from kv_canary.specs.violation_row import ViolationRow
@@ -121,7 +121,7 @@ class _Open:
         return not self.num_requests if name is None else name[:_NAME_LENGTH] in self.known_names
 
 
-class IncidentBook:
+class IncidentTracker:
     """Groups violation rows into incidents, and knows again those that it has seen.
 
     Args:

@@ -71,7 +71,7 @@ class Neighbourhood:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looker:
+class SlotReader:
     """Reads records and verifies them into a log of its own; it waits for the device.
 
     Args:

@@ -20,7 +20,7 @@ from kv_canary.bench.speed.checking import CheckFailed, check, expect_launches
 from kv_canary.bench.speed.state import State, build, pool_bytes, random_bytes
 from kv_canary.bench.speed.timing import Clock, launchable
 from kv_canary.bench.speed.traces import trace_cases
-from kv_canary.bench.speed.work import Traffic, Work, work_of
+from kv_canary.bench.speed.workload import Traffic, Work, work_of
 
 CPU = torch.device("cpu")
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU")

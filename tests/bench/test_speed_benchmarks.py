@@ -13,7 +13,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from kv_canary.bench.speed.cases import CASES, quick
 from kv_canary.bench.speed.checking import check, expect_silence
 from kv_canary.bench.speed.state import build, pool_bytes, random_bytes
-from kv_canary.bench.speed.work import work_of
+from kv_canary.bench.speed.workload import work_of
 
 BY_NAME = {case.name: case for case in CASES}
 NAMES = (

@@ -10,8 +10,8 @@ import torch
 from kv_canary.cases.casefile import case_file, load, save
 from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.difftest import corpus
-from kv_canary.difftest.engine import ENGINE_OPS
 from kv_canary.difftest.runner import check_case
+from kv_canary.difftest.simulator import ENGINE_OPS
 from kv_canary.specs import get_spec
 
 ENTRIES = corpus.entries()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import kv_canary as kc
 from kv_canary.difftest.coverage import FEATURES, INFEASIBLE, Coverage, feasible_pairs, why_infeasible
-from kv_canary.difftest.engine import ENGINE_OPS
 from kv_canary.difftest.features import of_call
+from kv_canary.difftest.simulator import ENGINE_OPS
 from kv_canary.difftest.strategies.engine import engine_rounds
 from kv_canary.specs import get_spec
 

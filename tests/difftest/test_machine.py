@@ -12,8 +12,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kv_canary.backends import implementation
 from kv_canary.cases.comparison import Outcome
-from kv_canary.difftest.engine import Engine, EngineConfig, GroupConfig
 from kv_canary.difftest.machine import Disagreement, Ensemble, FalseAlarm, default_implementations, engine_machine
+from kv_canary.difftest.simulator import Engine, EngineConfig, GroupConfig
 from kv_canary.specs import get_spec
 
 ALL = default_implementations()

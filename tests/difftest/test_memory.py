@@ -22,8 +22,8 @@ import kv_canary as kc
 from kv_canary.cases.casefile import case_file
 from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.cases.packing import GIANT_BYTES, is_giant, pack, sparse_storage, unpack
+from kv_canary.difftest.console import call_table
 from kv_canary.difftest.memory import GUARD_BYTES, guarded, room_for
-from kv_canary.difftest.present import call_table
 from kv_canary.difftest.runner import check_case
 from kv_canary.specs import get_spec
 from kv_canary.specs.interface import KernelSpec, Leaf, TensorSpec

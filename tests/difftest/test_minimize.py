@@ -16,7 +16,7 @@ import kv_canary as kc
 from kv_canary.backends import implementation
 from kv_canary.cases.packing import is_giant, sparse_storage
 from kv_canary.constants import Reason, Status
-from kv_canary.difftest.calls import digest, weigh
+from kv_canary.difftest.call_tools import digest, weigh
 from kv_canary.difftest.minimize import minimize
 from kv_canary.specs import get_spec
 from kv_canary.specs.interface import KernelSpec, ScalarSpec, TensorSpec, TensorsSpec

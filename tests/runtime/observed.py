@@ -14,18 +14,18 @@ from typing import Any
 import torch
 
 import kv_canary as kc
-from kv_canary.difftest.engine import Action, EngineConfig, GroupConfig
-from kv_canary.difftest.engine.guarded import GuardedEngine
+from kv_canary.difftest.simulator import Action, EngineConfig, GroupConfig
+from kv_canary.difftest.simulator.canary_engine import CanaryEngine
 
 PAGE, PAGES, WINDOW = 4, 64, 8
 
 
 def make_engine(
     *, window: int = WINDOW, kinds: tuple[str, ...] = ("full", "lut"), device: str = "cpu", **settings: Any
-) -> GuardedEngine:
+) -> CanaryEngine:
     """Return an engine with these groups; settings are the canary's."""
     slots = PAGE * (PAGES + 1)
-    return GuardedEngine(
+    return CanaryEngine(
         EngineConfig(
             groups=tuple(
                 GroupConfig(
@@ -48,7 +48,7 @@ def make_engine(
     )
 
 
-def live(engine: GuardedEngine, *, steps: int, prompt: int = 24) -> None:
+def live(engine: CanaryEngine, *, steps: int, prompt: int = 24) -> None:
     """Let two requests arrive, prefill them in one step, and decode them in the others."""
     for pick in (1, 3):
         engine.run(Action(kind="arrive", pick=pick, amount=prompt))
@@ -57,7 +57,7 @@ def live(engine: GuardedEngine, *, steps: int, prompt: int = 24) -> None:
         engine.run(Action(kind="decode"))
 
 
-def flip(engine: GuardedEngine, position: int) -> None:
+def flip(engine: CanaryEngine, position: int) -> None:
     """Flip a covered bit of the K of a position of the first running request, in the first group."""
     group, request = engine.groups[0], engine.running[0]
     source = group.config.k_source

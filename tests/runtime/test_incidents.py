@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import kv_canary as kc
-from kv_canary.reports import Decoder, Incident, desk
-from kv_canary.reports.incidents import IncidentBook, goes_on, ranges, ranges_text
+from kv_canary.reports import Decoder, Incident, reporter
+from kv_canary.reports.incidents import IncidentTracker, goes_on, ranges, ranges_text
 from kv_canary.specs.violation_row import ViolationRow
 from kv_canary.sweep import CachedSlots
 
@@ -245,7 +245,7 @@ def test_a_follower_that_is_found_later_than_its_leader_belongs_to_it() -> None:
         name_of_row=lambda step, row: "a",
         name_of_owner=lambda owner: "a",
     )
-    book = IncidentBook(decoder, arrived=lambda step, row: None)
+    book = IncidentTracker(decoder, arrived=lambda step, row: None)
 
     def row(step: int, reasons: kc.Reason, position: int, stored: int) -> ViolationRow:
         return ViolationRow(
@@ -320,7 +320,7 @@ def test_a_fault_in_the_grouping_costs_no_report(
     def broken(*_: object) -> None:
         raise KeyError("no such thing")
 
-    monkeypatch.setattr(desk.IncidentBook, "take", broken)
+    monkeypatch.setattr(reporter.IncidentTracker, "take", broken)
     flip(engine, 5)
     read(engine)
     engine.manager.flush()

@@ -10,7 +10,7 @@ import torch
 
 import kv_canary as kc
 from kv_canary import ratelimit
-from kv_canary.difftest.engine import Action
+from kv_canary.difftest.simulator import Action
 from kv_canary.observers import HealthCheck, Observer, OverflowWarner, StepFacts
 from kv_canary.ranks import RankReport
 from kv_canary.ratelimit import RateLimit

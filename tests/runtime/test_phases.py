@@ -17,9 +17,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import kv_canary as kc
-from kv_canary.difftest.engine import Action, EngineConfig, GroupConfig
-from kv_canary.difftest.engine.actions import opening, random_action
-from kv_canary.difftest.engine.guarded import GuardedEngine
+from kv_canary.difftest.simulator import Action, EngineConfig, GroupConfig
+from kv_canary.difftest.simulator.actions import opening, random_action
+from kv_canary.difftest.simulator.canary_engine import CanaryEngine
 from kv_canary.difftest.strategies.domain import seeds
 from kv_canary.difftest.strategies.engine import engine_configs
 from kv_canary.launches import GroupLaunches
@@ -333,7 +333,7 @@ def test_a_cache_walk_that_raises_loses_no_step() -> None:
     assert summary.positions_verified == summary.positions_relied_on == 4 + 5 + 6
 
 
-class Fragile(GuardedEngine):
+class Fragile(CanaryEngine):
     """An engine whose next forward fails where `fails` says, if it says so: at which call of it, before or behind."""
 
     fails: tuple[str, int] = ("", 0)

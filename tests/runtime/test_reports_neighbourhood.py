@@ -11,7 +11,7 @@ import torch
 import kv_canary as kc
 from kv_canary import ops
 from kv_canary.reports import Neighbourhood
-from kv_canary.reports.desk import SIDE
+from kv_canary.reports.reporter import SIDE
 from kv_canary.sweep import CachedSlots
 
 from .engine import Engine, full_engine, make_pool

@@ -16,7 +16,7 @@ from kv_canary.constants import Reason, Tag
 from kv_canary.observers.events import EventLog
 from kv_canary.ratelimit import RateLimit
 from kv_canary.reports.decode import Decoder
-from kv_canary.reports.incidents import MOST_DAMAGES, MOST_KNOWN_NAMES, MOST_NAMES, IncidentBook
+from kv_canary.reports.incidents import MOST_DAMAGES, MOST_KNOWN_NAMES, MOST_NAMES, IncidentTracker
 from kv_canary.specs.violation_row import ViolationRow
 
 from .engine import full_engine, make_pool
@@ -130,7 +130,7 @@ def test_an_incident_that_goes_on_for_ever_stays_small() -> None:
         name_of_row=lambda step, row: next(names),
         name_of_owner=lambda owner: "writer",
     )
-    book = IncidentBook(decoder, arrived=lambda step, row: 1)
+    book = IncidentTracker(decoder, arrived=lambda step, row: 1)
     # Every step new requests read the bad slot; the decoder is asked for a name once for each cluster.
     times = []
     for step in range(1, 4001):
@@ -153,7 +153,7 @@ def test_a_request_that_comes_again_is_counted_once() -> None:
         name_of_row=lambda step, row: f"r{row}",
         name_of_owner=lambda owner: None,
     )
-    book = IncidentBook(decoder, arrived=lambda step, row: 1)
+    book = IncidentTracker(decoder, arrived=lambda step, row: 1)
     for step in range(1, 50):
         book.take([row_of(step=step, row=row) for row in range(1, 41)])
     (incident,) = book.incidents()
@@ -167,7 +167,7 @@ def test_places_of_damage_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         name_of_row=lambda step, row: f"r{row}",
         name_of_owner=lambda owner: None,
     )
-    book = IncidentBook(decoder, arrived=lambda step, row: 1)
+    book = IncidentTracker(decoder, arrived=lambda step, row: 1)
     for step in range(1, 200):
         book.take([row_of(step=step, row=1, slot=step, position=step)])
     assert len(book._damages) == 100 < MOST_DAMAGES

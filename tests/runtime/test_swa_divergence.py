@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import kv_canary as kc
-from kv_canary.difftest.engine import Action
-from kv_canary.difftest.engine.groups import LutGroup
-from kv_canary.difftest.engine.guarded import GuardedEngine
+from kv_canary.difftest.simulator import Action
+from kv_canary.difftest.simulator.canary_engine import CanaryEngine
+from kv_canary.difftest.simulator.groups import LutGroup
 from kv_canary.observers import swa_divergence
 from kv_canary.observers.swa_divergence import SwaDivergence, assert_all_signals, find_last, format_line, parse_line
 
@@ -61,7 +61,7 @@ def test_the_last_line_of_a_log_counts() -> None:
     assert find_last("nothing\n") is None
 
 
-def follow(engine: GuardedEngine) -> Iterator[SwaDivergence]:
+def follow(engine: CanaryEngine) -> Iterator[SwaDivergence]:
     """Yield, for each forward from now on, what the tables and the lookup table say; counted one by one in Python."""
     expected: list[SwaDivergence] = []
     seen = {"divergence": 0, "beyond": 0}

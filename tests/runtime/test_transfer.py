@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 import kv_canary as kc
 from kv_canary.constants import OWNER_MASK
-from kv_canary.difftest.engine.transfer import FULL, LAYERS, PAGE, SWA, WINDOW
+from kv_canary.difftest.simulator.transfer import FULL, LAYERS, PAGE, SWA, WINDOW
 from kv_canary.difftest.stress import transfer as campaign
 from kv_canary.difftest.stress.transfer_faults import FAULTS
 from kv_canary.state import anchor_of

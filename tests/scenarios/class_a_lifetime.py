@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 
 from kv_canary import CanaryConfig, ForwardBatch, Reason
-from kv_canary.difftest.engine import Call, EngineConfig, Request
-from kv_canary.difftest.engine.books import Room
-from kv_canary.difftest.engine.groups import Group
-from kv_canary.difftest.engine.kv_bytes import fill_slots
-from kv_canary.difftest.engine.prefix_cache import PrefixCache
+from kv_canary.difftest.simulator import Call, EngineConfig, Request
+from kv_canary.difftest.simulator.groups import Group
+from kv_canary.difftest.simulator.kv_bytes import fill_slots
+from kv_canary.difftest.simulator.prefix_cache import PrefixCache
+from kv_canary.difftest.simulator.scheduler_state import Room
 
 from .harness import Scenario, model_scenario
 from .served import CANARY, PAGE, ServedEngine, full

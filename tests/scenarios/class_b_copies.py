@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kv_canary import CanaryConfig, Reason
-from kv_canary.difftest.engine import Call, EngineConfig, Request
+from kv_canary.difftest.simulator import Call, EngineConfig, Request
 
 from .harness import Scenario, model_scenario
 from .served import CANARY, PAGE, ServedEngine, full

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from kv_canary import ForwardBatch, Reason
-from kv_canary.difftest.engine import Call, Request
-from kv_canary.difftest.engine.books import Room
-from kv_canary.difftest.engine.groups import Group, LutGroup
-from kv_canary.difftest.engine.prefix_cache import PrefixCache
+from kv_canary.difftest.simulator import Call, Request
+from kv_canary.difftest.simulator.groups import Group, LutGroup
+from kv_canary.difftest.simulator.prefix_cache import PrefixCache
+from kv_canary.difftest.simulator.scheduler_state import Room
 
 from .harness import NOTHING, Scenario, model_scenario
 from .served import CANARY, PAGE, ServedEngine, full, full_and_lut, group_config

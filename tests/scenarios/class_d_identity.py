@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kv_canary import CanaryConfig, Reason
-from kv_canary.difftest.engine import EngineConfig, Request
-from kv_canary.difftest.engine.prefix_cache import PrefixCache
+from kv_canary.difftest.simulator import EngineConfig, Request
+from kv_canary.difftest.simulator.prefix_cache import PrefixCache
 
 from .harness import Scenario, model_scenario
 from .served import CANARY, ServedEngine, full

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from kv_canary import BufferGroup, CanaryConfig, ForwardBatch, KvPool, Reason
-from kv_canary.difftest.engine import Call, EngineConfig, Request
-from kv_canary.difftest.engine.groups import Group
-from kv_canary.difftest.engine.prefix_cache import PrefixCache
+from kv_canary.difftest.simulator import Call, EngineConfig, Request
+from kv_canary.difftest.simulator.groups import Group
+from kv_canary.difftest.simulator.prefix_cache import PrefixCache
 
 from .harness import Scenario, model_scenario
 from .served import CANARY, ServedEngine, full, kv_source, name_of

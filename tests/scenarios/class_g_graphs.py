@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from kv_canary import ForwardBatch, Reason
-from kv_canary.difftest.engine import Request
-from kv_canary.difftest.engine.groups import Group
+from kv_canary.difftest.simulator import Request
+from kv_canary.difftest.simulator.groups import Group
 
 from .harness import NOTHING, Scenario, model_scenario
 from .served import ServedEngine, full

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kv_canary import Reason
-from kv_canary.difftest.engine import Request
-from kv_canary.difftest.engine.groups import Group
+from kv_canary.difftest.simulator import Request
+from kv_canary.difftest.simulator.groups import Group
 
 from .harness import NOTHING, Scenario, model_scenario
 from .served import ServedEngine, full

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from kv_canary import Reason
-from kv_canary.difftest.engine import Call, Request
-from kv_canary.difftest.engine.groups import Group
-from kv_canary.difftest.engine.kv_bytes import copy_slots
+from kv_canary.difftest.simulator import Call, Request
+from kv_canary.difftest.simulator.groups import Group
+from kv_canary.difftest.simulator.kv_bytes import copy_slots
 
 from .harness import Scenario, model_scenario
 from .served import CANARY, ServedEngine, full

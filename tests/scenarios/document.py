@@ -24,8 +24,9 @@ was generated with the life without the bug: a row that says "before the report"
 for some tokens, and "not visible" one where it never comes.
 
 "Model engine" is a pool, tables, a prefix cache and a small model whose text depends on every byte of K and V that its
-kernels read ([difftest/engine](../difftest/engine), `tests/scenarios/served.py`), two layers of 32 bytes a token, 16 of
-them fingerprinted. Where a bug is marked "kind", its mechanism was rebuilt in another place than where it was found.
+kernels read ([difftest/simulator](../difftest/simulator), `tests/scenarios/served.py`), two layers of 32 bytes a token,
+16 of them fingerprinted. Where a bug is marked "kind", its mechanism was rebuilt in another place than where it was
+found.
 """
 
 COLUMNS = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kv_canary import Reason
-from kv_canary.difftest.engine import EngineConfig
+from kv_canary.difftest.simulator import EngineConfig
 
 from .life import Life, first_difference
 from .served import CANARY, ServedEngine

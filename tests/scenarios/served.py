@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from kv_canary import BufferGroup, CanaryConfig, CanaryManager, ForwardBatch, KvSource
-from kv_canary.difftest.engine import Call, EngineConfig, GroupConfig, Request
-from kv_canary.difftest.engine.config import Kind
-from kv_canary.difftest.engine.groups import Group, RingGroup
-from kv_canary.difftest.engine.guarded import GuardedEngine
+from kv_canary.difftest.simulator import Call, EngineConfig, GroupConfig, Request
+from kv_canary.difftest.simulator.canary_engine import CanaryEngine
+from kv_canary.difftest.simulator.config import Kind
+from kv_canary.difftest.simulator.groups import Group, RingGroup
 from kv_canary.rows import RowTable
 
 from .life import Act, Life, Touch, names
@@ -22,7 +22,7 @@ PAGE = 4
 CANARY = CanaryConfig(backend="reference", max_reports_per_step=1000)
 
 
-class ServedEngine(GuardedEngine):
+class ServedEngine(CanaryEngine):
     """An engine whose forwards compute: a text depends on all KV that its kernels read.
 
     Bugs are subclasses, each with the method that has the bug. What the engine tells the canary is `forward_batch`;

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from kv_canary import BufferGroup, CanaryConfig, KvPool
-from kv_canary.difftest.engine import Call, EngineConfig, Request
+from kv_canary.difftest.simulator import Call, EngineConfig, Request
 
 from .served import CANARY, PAGE, ServedEngine
 

@@ -188,7 +188,7 @@ class Cases:
     def read(self, path: Path, console: Console) -> None:
         from kv_canary.cases.casefile import imports_of, load
         from kv_canary.cases.imports import check_imports
-        from kv_canary.difftest.present import call_table
+        from kv_canary.difftest.console import call_table
 
         if path.stat().st_size % 4 == 0:
             check_imports(imports_of(path), [])

@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import Reason
-from kv_canary.difftest.engine import Action, EngineConfig, GroupConfig
-from kv_canary.difftest.engine.actions import opening, random_action
+from kv_canary.difftest.simulator import Action, EngineConfig, GroupConfig
+from kv_canary.difftest.simulator.actions import opening, random_action
 from kv_canary.difftest.stress import batching, detection, processes, random_engine, soak
 from kv_canary.difftest.stress.expected_findings import FaultyEngine, place_of, unexplained, unreported
 from kv_canary.perturb import MODES, PerturbConfig, bytes_of

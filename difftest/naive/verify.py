@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kv_canary.difftest.plain_records import (
+from kv_canary.difftest.naive.records import (
     BAD_SLOT,
     HEAD_OF_CHAIN,
     MASK_32,

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from kv_canary.constants import to_signed
-from kv_canary.difftest.engine.batch import Batch, Segments
-from kv_canary.difftest.engine.config import EngineConfig
-from kv_canary.difftest.engine.groups import Group
-from kv_canary.difftest.engine.memory import GroupMemory, Memory
+from kv_canary.difftest.simulator.batch import Batch, Segments
+from kv_canary.difftest.simulator.config import EngineConfig
+from kv_canary.difftest.simulator.groups import Group
+from kv_canary.difftest.simulator.memory import GroupMemory, Memory
 from kv_canary.specs import get_spec
 
 # The ops that engines call.

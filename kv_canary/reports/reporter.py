@@ -17,8 +17,8 @@ from kv_canary.pools import BufferGroup
 from kv_canary.ratelimit import PER_MINUTE, RateLimit
 from kv_canary.reports.bundle import MOST_BUNDLES, MOST_ROWS, Bundle, BundleFolder, utc_now
 from kv_canary.reports.decode import Decoder
-from kv_canary.reports.incidents import Incident, IncidentBook, goes_on
-from kv_canary.reports.neighbourhood import Looker, Neighbourhood, slots_of
+from kv_canary.reports.incidents import Incident, IncidentTracker, goes_on
+from kv_canary.reports.neighbourhood import Neighbourhood, SlotReader, slots_of
 from kv_canary.reports.report import ViolationReport
 from kv_canary.reports.versions import versions
 from kv_canary.specs.violation_row import ViolationRow
@@ -42,7 +42,7 @@ GROUPED_ALWAYS = 16
 INTERVAL = 10.0
 
 
-class IncidentDesk:
+class IncidentReporter:
     """Groups what was drained, logs it, looks around it and saves it.
 
     Args:
@@ -63,7 +63,7 @@ class IncidentDesk:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._decoder, self._config, self._steps, self._summary = decoder, config, steps, summary
-        self._book = IncidentBook(decoder, arrived=self._arrived)
+        self._book = IncidentTracker(decoder, arrived=self._arrived)
         self._clock = clock or time.monotonic
         self._limit = RateLimit(INTERVAL, per_minute=PER_MINUTE, clock=self._clock)
         self._looks = RateLimit(0, per_minute=LOOKS_PER_MINUTE, clock=self._clock)
@@ -192,7 +192,7 @@ class IncidentDesk:
         first, newest = incident.first, self._steps[-1].number if self._steps else 0
         tag = Tag[first.tag]
         start, end = incident.positions[0]
-        looker = Looker(
+        looker = SlotReader(
             backend=select_backend(self._config.backend, self._decoder.groups_of(tag)[0].pool.records.device),
             track_lifetime=self._config.track_lifetime,
             name_of_owner=self._decoder.name_of_owner,

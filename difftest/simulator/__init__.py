@@ -6,13 +6,13 @@ what one implementation of the ops keeps beside it.
 
 from __future__ import annotations
 
-from kv_canary.difftest.engine.actions import ACTIONS, STEPS, Action, perform
-from kv_canary.difftest.engine.batch import Request
-from kv_canary.difftest.engine.calls import ENGINE_OPS, Call
-from kv_canary.difftest.engine.config import EngineConfig, GroupConfig
-from kv_canary.difftest.engine.engine import Engine
-from kv_canary.difftest.engine.faults import FAULTS, corrupt
-from kv_canary.difftest.engine.memory import Memory
+from kv_canary.difftest.simulator.actions import ACTIONS, STEPS, Action, perform
+from kv_canary.difftest.simulator.batch import Request
+from kv_canary.difftest.simulator.config import EngineConfig, GroupConfig
+from kv_canary.difftest.simulator.engine import Engine
+from kv_canary.difftest.simulator.faults import FAULTS, corrupt
+from kv_canary.difftest.simulator.memory import Memory
+from kv_canary.difftest.simulator.op_calls import ENGINE_OPS, Call
 
 __all__ = [
     "ACTIONS",

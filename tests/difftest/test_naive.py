@@ -13,9 +13,9 @@ from hypothesis import given
 import kv_canary as kc
 from kv_canary.backends import implementation
 from kv_canary.cases.comparison import differing
-from kv_canary.difftest.engine import ENGINE_OPS
 from kv_canary.difftest.memory import guarded
-from kv_canary.difftest.plain import IMPLEMENTATIONS
+from kv_canary.difftest.naive.ops import IMPLEMENTATIONS
+from kv_canary.difftest.simulator import ENGINE_OPS
 from kv_canary.difftest.strategies import cases
 from kv_canary.specs import get_spec
 from kv_canary.specs.interface import KernelSpec

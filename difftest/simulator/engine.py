@@ -6,18 +6,18 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from kv_canary.difftest.engine.batch import Request
-from kv_canary.difftest.engine.books import VOCABULARY, Books
-from kv_canary.difftest.engine.calls import Call, StepCalls
-from kv_canary.difftest.engine.config import EngineConfig
-from kv_canary.difftest.engine.faults import Change, with_changes
-from kv_canary.difftest.engine.groups import LutGroup, RingGroup
-from kv_canary.difftest.engine.kv_bytes import fill_slots
-from kv_canary.difftest.engine.memory import Memory
+from kv_canary.difftest.simulator.batch import Request
+from kv_canary.difftest.simulator.config import EngineConfig
+from kv_canary.difftest.simulator.faults import Change, with_changes
+from kv_canary.difftest.simulator.groups import LutGroup, RingGroup
+from kv_canary.difftest.simulator.kv_bytes import fill_slots
+from kv_canary.difftest.simulator.memory import Memory
+from kv_canary.difftest.simulator.op_calls import Call, StepCalls
+from kv_canary.difftest.simulator.scheduler_state import VOCABULARY, SchedulerState
 from kv_canary.specs import get_spec
 
 
-class Engine(Books):
+class Engine(SchedulerState):
     """An engine's bookkeeping. What changes it yields op calls, each to be made before the next is asked for.
 
     A healthy engine's calls find no violations. `memories` are those that its calls are made on: faults damage all of

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kv_canary.cases.comparison import Mismatch, Outcome
-from kv_canary.difftest.engine import STEPS, Action
-from kv_canary.difftest.generic import search_engine, search_rounds
 from kv_canary.difftest.machine import EngineMachine
+from kv_canary.difftest.search import search_engine, search_rounds
+from kv_canary.difftest.simulator import STEPS, Action
 from kv_canary.specs.interface import KernelSpec
 
 

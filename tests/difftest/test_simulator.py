@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import kv_canary as kc
 from kv_canary.backends import implementation
-from kv_canary.difftest.engine import (
+from kv_canary.difftest.simulator import (
     ENGINE_OPS,
     FAULTS,
     Action,
@@ -28,8 +28,8 @@ from kv_canary.difftest.engine import (
     corrupt,
     perform,
 )
-from kv_canary.difftest.engine.actions import random_action
-from kv_canary.difftest.engine.prefix_cache import PrefixCache
+from kv_canary.difftest.simulator.actions import random_action
+from kv_canary.difftest.simulator.prefix_cache import PrefixCache
 from kv_canary.difftest.strategies.engine import engine_cases, engine_configs
 from kv_canary.specs import get_spec
 

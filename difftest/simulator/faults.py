@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kv_canary.constants import RETIRED_BIT, to_signed
-from kv_canary.difftest.engine.calls import Call
-from kv_canary.difftest.engine.kv_bytes import flip_bit
+from kv_canary.difftest.simulator.kv_bytes import flip_bit
+from kv_canary.difftest.simulator.op_calls import Call
 from kv_canary.specs import get_spec
 from kv_canary.specs.interface import Leaf
 
 if TYPE_CHECKING:
-    from kv_canary.difftest.engine.engine import Engine
+    from kv_canary.difftest.simulator.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)

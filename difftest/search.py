@@ -14,10 +14,10 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kv_canary.cases.casefile import check_round_trip
 from kv_canary.cases.comparison import Mismatch
-from kv_canary.difftest.engine import STEPS, Action
 from kv_canary.difftest.features import of_call
 from kv_canary.difftest.machine import Disagreement, default_implementations, engine_machine
 from kv_canary.difftest.misuse import check_misuse
+from kv_canary.difftest.simulator import STEPS, Action
 from kv_canary.difftest.strategies import cases
 from kv_canary.difftest.strategies.engine import engine_rounds
 from kv_canary.specs import get_spec

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import torch
 
-from kv_canary.difftest.plain_records import (
+from kv_canary.difftest.naive.records import (
     ANCHOR,
     MASK_64,
     NO_RECORD,
@@ -30,7 +30,7 @@ from kv_canary.difftest.plain_records import (
     stores,
     writer_of,
 )
-from kv_canary.difftest.plain_verify import plan, verify, verify_prefixes, verify_resolved
+from kv_canary.difftest.naive.verify import plan, verify, verify_prefixes, verify_resolved
 from kv_canary.specs.structures import Endpoint, ViolationLog, WritePlan
 
 WRITE_TOKEN, WRITE_POSITION, SLOT_RANGE, OVERWRITE, PREFIX = 32, 64, 256, 2048, 4096

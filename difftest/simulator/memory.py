@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kv_canary.constants import RECORD_WORDS, Tag
-from kv_canary.difftest.engine.config import EngineConfig, GroupConfig
-from kv_canary.difftest.engine.groups import rows_apart
+from kv_canary.difftest.simulator.config import EngineConfig, GroupConfig
+from kv_canary.difftest.simulator.groups import rows_apart
 from kv_canary.specs.structures import Endpoint, ResolvedSlots, VerifyPlan, ViolationLog, WritePlan
 
 

@@ -10,13 +10,13 @@ import torch
 from kv_canary.capacities import CanaryLimits
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import HEAD_OF_CHAIN, UNCHECKED
-from kv_canary.difftest.engine.actions import Action, perform
-from kv_canary.difftest.engine.batch import Request
-from kv_canary.difftest.engine.calls import Call
-from kv_canary.difftest.engine.config import EngineConfig
-from kv_canary.difftest.engine.engine import Engine
-from kv_canary.difftest.engine.groups import Group, LutGroup, RingGroup
-from kv_canary.difftest.engine.kv_bytes import copy_slots, fill_slots
+from kv_canary.difftest.simulator.actions import Action, perform
+from kv_canary.difftest.simulator.batch import Request
+from kv_canary.difftest.simulator.config import EngineConfig
+from kv_canary.difftest.simulator.engine import Engine
+from kv_canary.difftest.simulator.groups import Group, LutGroup, RingGroup
+from kv_canary.difftest.simulator.kv_bytes import copy_slots, fill_slots
+from kv_canary.difftest.simulator.op_calls import Call
 from kv_canary.forward import ForwardBatch, ForwardRequest
 from kv_canary.manager import CanaryManager
 from kv_canary.observers import Observer
@@ -29,7 +29,7 @@ from kv_canary.sweep import CachedSlots
 OnReport = Callable[[ViolationReport], None]
 
 
-class GuardedEngine(Engine):
+class CanaryEngine(Engine):
     """An engine whose forwards, frees and copies a canary follows.
 
     Its books are kept on the CPU. On another device the K/V bytes lie there, and tables and LUTs are copied there

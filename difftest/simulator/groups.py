@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kv_canary.difftest.engine.allocator import PageAllocator
-from kv_canary.difftest.engine.batch import Request
-from kv_canary.difftest.engine.config import GroupConfig, Kind
+from kv_canary.difftest.simulator.allocator import PageAllocator
+from kv_canary.difftest.simulator.batch import Request
+from kv_canary.difftest.simulator.config import GroupConfig, Kind
 from kv_canary.errors import must_be
 from kv_canary.specs.structures import KvSource
 

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from kv_canary.constants import ANCHOR, to_signed
-from kv_canary.difftest.engine.allocator import PageAllocator
-from kv_canary.difftest.engine.batch import Batch, Request, Segments
-from kv_canary.difftest.engine.calls import Call, int64, move_call, retire_call
-from kv_canary.difftest.engine.config import EngineConfig
-from kv_canary.difftest.engine.groups import Group, LutGroup, RingGroup, rows_apart
-from kv_canary.difftest.engine.kv_bytes import copy_slots
-from kv_canary.difftest.engine.prefix_cache import PrefixCache
+from kv_canary.difftest.simulator.allocator import PageAllocator
+from kv_canary.difftest.simulator.batch import Batch, Request, Segments
+from kv_canary.difftest.simulator.config import EngineConfig
+from kv_canary.difftest.simulator.groups import Group, LutGroup, RingGroup, rows_apart
+from kv_canary.difftest.simulator.kv_bytes import copy_slots
+from kv_canary.difftest.simulator.op_calls import Call, int64, move_call, retire_call
+from kv_canary.difftest.simulator.prefix_cache import PrefixCache
 from kv_canary.errors import must_be
 
 VOCABULARY = 1 << 17
@@ -25,7 +25,7 @@ VOCABULARY = 1 << 17
 Room = Generator[Call, None, bool]
 
 
-class Books:
+class SchedulerState:
     """What an engine knows. Methods that change what is cached yield the calls that go with it."""
 
     def __init__(self, config: EngineConfig) -> None:
