@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 @click.option(
     "--file", "files", multiple=True, metavar="FILE", help="Only this source, as kernels/plan.py; repeatable."
 )
+@click.option(
+    "--part",
+    "parts",
+    type=click.Choice(["kernels", "reference", "kv_canary"]),
+    multiple=True,
+    help="Only sources of this folder; repeatable. [default: all three]",
+)
 @click.option("--sample", type=click.IntRange(1), help="Run only so many mutants, chosen by --seed.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the generated calls and of the sample.")
 @click.option(
@@ -48,6 +55,7 @@ def mutants(
     jobs: int,
     examples: int,
     files: tuple[str, ...],
+    parts: tuple[str, ...],
     sample: int | None,
     seed: int,
     device: str,
@@ -55,13 +63,15 @@ def mutants(
     commit: str,
     list_only: bool,
 ) -> None:
-    """Change kernels and references, one small mistake at a time: does the differential check notice?
+    """Change sources, one small mistake at a time: do the tests notice?
 
-    A mutant is one source of kernels/ or reference/ with one expression changed: `<` for `<=`, a mask without one of
-    its conditions, a store left out, a scan backwards. Each runs, in a process of its own, the same generated calls
-    as the unchanged code. It is killed when the check finds a difference, a crash, an exception or a hang. One that
-    survives is a hole in the tests (draw calls that tell it apart), or it is equivalent: no call can tell it apart;
-    then it belongs into difftest/mutation/equivalent_mutants.toml, with the reason.
+    A mutant is one source with one expression changed: `<` for `<=`, a mask without one of its conditions, a store
+    left out, a scan backwards. One of kernels/ or reference/ runs, in a process of its own, the same generated calls
+    as the unchanged code, and is killed when the differential check finds a difference, a crash, an exception or a
+    hang. One of kv_canary/ runs the tests that run the changed lines; which these are is measured first, which takes
+    some ten minutes, and kept until a source or a test changes. A mutant that survives is a hole in the tests, or it is
+    equivalent: nothing can tell it apart; then it belongs into difftest/mutation/equivalent_mutants.toml, with the
+    reason.
 
     Exit codes: 0 all killed or equivalent; 1 a mutant survived, or one listed as equivalent was killed; 2 misuse, or
     an entry of the list that fits no mutant any more.
@@ -70,7 +80,7 @@ def mutants(
     Examples:
       kv-canary difftest mutants --list --file kernels/retire.py
       kv-canary difftest mutants --file kernels/retire.py --file kernels/move.py
-      kv-canary difftest mutants --sample 100 --seed 7
+      kv-canary difftest mutants --part kv_canary --sample 100 --seed 7
       kv-canary difftest mutants --jobs 16 --json mutants.json
     """
     if device == "cpu":
@@ -80,13 +90,16 @@ def mutants(
         from rich.console import Console
 
         from kv_canary.difftest.mutation.mutants import make_mutants
+        from kv_canary.difftest.mutation.overlay import runtime_files, source_files
         from kv_canary.difftest.mutation.run import run_mutants
     except ModuleNotFoundError as error:
         raise click.UsageError(f"mutants need: pip install 'kv-canary[triton,difftest]' ({error})") from error
     console = Console()
     try:
+        every = [*source_files(), *runtime_files()]
+        chosen = list(files) or [file for file in every if not parts or file.split("/")[0] in parts]
         if list_only:
-            for mutant in make_mutants(files or None):
+            for mutant in make_mutants(chosen):
                 console.print(f"{mutant.id}  line {mutant.line}  {mutant.kind.value}", markup=False, highlight=False)
                 console.print(f"  - {mutant.before}\n  + {mutant.after}", markup=False, highlight=False, soft_wrap=True)
             return
@@ -94,7 +107,7 @@ def mutants(
             report = run_mutants(
                 jobs=jobs,
                 examples=examples,
-                files=files or None,
+                files=chosen,
                 sample=sample,
                 seed=seed,
                 device=device,

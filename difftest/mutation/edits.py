@@ -61,6 +61,8 @@ _COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
     ast.NotEq: ("!=", "=="),
     ast.Is: ("is", "is not"),
     ast.IsNot: ("is not", "is"),
+    ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
 }
 _OPERATORS: dict[type[ast.operator], tuple[str, str, Kind]] = {
     ast.BitAnd: ("&", "|", Kind.LOGIC),
@@ -69,6 +71,8 @@ _OPERATORS: dict[type[ast.operator], tuple[str, str, Kind]] = {
     ast.Add: ("+", "-", Kind.ARITHMETIC),
     ast.Sub: ("-", "+", Kind.ARITHMETIC),
     ast.Mult: ("*", "+", Kind.ARITHMETIC),
+    ast.Div: ("/", "*", Kind.ARITHMETIC),
+    ast.Pow: ("**", "*", Kind.ARITHMETIC),
     ast.FloorDiv: ("//", "%", Kind.ARITHMETIC),
     ast.Mod: ("%", "//", Kind.ARITHMETIC),
     ast.LShift: ("<<", ">>", Kind.ARITHMETIC),
@@ -82,12 +86,20 @@ _EFFECTS = frozenset(
         *("report", "_check_seeds", "_report_seeds", "_store_tile", "check_entries", "lay_out"),
     }
 )
+# Calls that only tell people something.
+_TOLD = frozenset({"debug", "info", "warning", "error", "exception", "log"})
 
 
 class Source:
-    """A parsed source, which knows where its nodes stand in the text."""
+    """A parsed source, which knows where its nodes stand in the text.
 
-    def __init__(self, text: str) -> None:
+    Args:
+        text: of the source.
+        runtime: whether it is plain Python, whose methods, conditions, switches and calls are changed too.
+    """
+
+    def __init__(self, text: str, *, runtime: bool = False) -> None:
+        self.runtime = runtime
         self.data = text.encode()
         self.tree = ast.parse(text)
         self.starts = [0]
@@ -119,14 +131,36 @@ class Source:
 
     def edits(self) -> Iterator[tuple[str, ast.stmt, list[Edit]]]:
         """Every statement with the edits of it, and the name of the top-level function that it is in."""
-        for top in self.tree.body:
-            if not isinstance(top, ast.FunctionDef | ast.Assign | ast.AnnAssign):
-                continue
+        for name, top in self._tops():
             masks = _mask_definitions(top) if isinstance(top, ast.FunctionDef) else {}
             inner = [n for n in ast.walk(top) if isinstance(n, ast.stmt) and not isinstance(n, ast.FunctionDef)]
             for statement in sorted(inner, key=lambda n: n.lineno):
                 edits = [edit for node in _mutable(statement) for edit in self._edits_of(node, masks)]
-                yield top.name if isinstance(top, ast.FunctionDef) else "<module>", statement, edits
+                if self.runtime:
+                    edits += [edit for node in _mutable(statement) for edit in self._runtime_edits_of(node)]
+                yield name, statement, edits
+
+    def _tops(self) -> Iterator[tuple[str, ast.stmt]]:
+        """Yield the statements to change, with the name of the function or method that each is, or "<module>"."""
+        for top in self.tree.body:
+            if isinstance(top, ast.FunctionDef):
+                yield top.name, top
+            elif isinstance(top, ast.Assign | ast.AnnAssign):
+                yield "<module>", top
+            elif isinstance(top, ast.ClassDef) and self.runtime:
+                yield from ((f"{top.name}.{n.name}", n) for n in top.body if isinstance(n, ast.FunctionDef))
+
+    def _runtime_edits_of(self, node: ast.AST) -> Iterator[Edit]:
+        """Yield what plain Python has besides: switches, conditions, calls for an effect, attributes that are set."""
+        match node:
+            case ast.Constant(value=bool() as value):
+                yield self._replace(node, Kind.CONSTANT, str(not value))
+            case ast.If(test=test) | ast.IfExp(test=test) if not isinstance(test, ast.Name):
+                yield self._replace(test, Kind.CONDITION, f"(not ({self.text(test)}))")
+            case ast.Expr(value=ast.Call() as call) if _called(call) not in _EFFECTS | _TOLD:
+                yield self._replace(node, Kind.DROPPED_STATEMENT, "pass")
+            case ast.Assign(targets=[ast.Attribute()]):
+                yield self._replace(node, Kind.DROPPED_STATEMENT, "pass")
 
     def _edits_of(self, node: ast.AST, masks: dict[str, ast.BinOp]) -> Iterator[Edit]:
         match node:

@@ -1,4 +1,4 @@
-"""Mutants of the kernels and of the references: one small change each, which the differential tests must notice.
+"""Mutants of kernels, references and the runtime: one small change each, which the tests must notice.
 
 A mutant is made by syntax and applied by text: the syntax tree says where an expression stands, and only that
 expression's text is replaced, so that the difference of the two sources is what a reviewer would see.
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kv_canary.difftest.mutation.edits import Edit, Kind, Source
-from kv_canary.difftest.mutation.overlay import read_source, source_files
+from kv_canary.difftest.mutation.overlay import is_runtime, read_source, source_files
 
 # What a reviewer looks for first. A statement gives up to two mutants of these kinds and one of the others, a call that
 # stands alone on a line one in all, chosen by a checksum of the change: each is tried, and the number stays in reach.
@@ -33,8 +33,8 @@ class Mutant:
     """One changed source.
 
     Args:
-        file: which, as `kernels/<name>.py` or `reference/<name>.py`.
-        function: the top-level function that is changed, or "<module>".
+        file: which, as `kernels/<name>.py`, `reference/<name>.py` or `kv_canary/<...>.py`.
+        function: the top-level function or the method that is changed, or "<module>".
         kind: what is changed.
         line: number of the first changed line.
         before, after: the changed lines' text, with white space squeezed.
@@ -51,6 +51,13 @@ class Mutant:
     ordinal: int
     original: str
     text: str
+
+    @property
+    def num_lines(self) -> int:
+        """How many lines of the original are changed."""
+        matcher = difflib.SequenceMatcher(a=self.original.splitlines(), b=self.text.splitlines(), autojunk=False)
+        changed = [(first, end) for tag, first, end, _, _ in matcher.get_opcodes() if tag != "equal"]
+        return max(1, changed[-1][1] - changed[0][0]) if changed else 1
 
     @property
     def id(self) -> str:
@@ -71,7 +78,7 @@ def make_mutants(files: Sequence[str] | None = None) -> list[Mutant]:
     """Return every mutant of `files`, or of all kernels and references, in the order of the sources.
 
     Raises:
-        ValueError: a file is not one of `source_files()`.
+        ValueError: a file is none that can be changed.
     """
     return [mutant for file in files or source_files() for mutant in mutants_of(file, read_source(file))]
 
@@ -79,7 +86,7 @@ def make_mutants(files: Sequence[str] | None = None) -> list[Mutant]:
 @functools.cache
 def mutants_of(file: str, original: str) -> tuple[Mutant, ...]:
     """Return every mutant of the source `original`, which is called `file`; no two of them read the same."""
-    source = Source(original)
+    source = Source(original, runtime=is_runtime(file))
     seen = {original}
     ordinals: Counter[tuple[str, str, str]] = Counter()
     found = []

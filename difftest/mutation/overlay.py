@@ -24,23 +24,45 @@ from kv_canary.specs import all_specs
 # Folder of the sources -> the backend that they implement, and the package that they install as.
 FOLDERS = {"kernels": ("triton", "kv_canary.kernels"), "reference": ("reference", "kv_canary.reference")}
 
+ROOT = Path(__file__).resolve().parents[2]
+# The runtime: what runs in an engine's process. An adapter that takes an environment of its own is not among it.
+RUNTIME = (
+    "kv_canary",
+    *(f"kv_canary/{part}" for part in ("cases", "engines", "observers", "perturb", "ranks", "reports", "specs")),
+)
+_COMMANDS = ("kv_canary/cli.py", "kv_canary/__main__.py")
+
 _numbers = itertools.count()
 
 
 def source_files() -> list[str]:
-    """Return every source that can be changed, as `kernels/<name>.py` or `reference/<name>.py`."""
+    """Return every kernel and reference, as `kernels/<name>.py` or `reference/<name>.py`."""
     files = [f"{folder}/{path.name}" for folder in FOLDERS for path in sorted(_location(folder).glob("*.py"))]
     return [file for file in files if not file.endswith("/__init__.py")]
 
 
+def runtime_files() -> list[str]:
+    """Return every source of the runtime, as `kv_canary/<...>.py`."""
+    files = [f"{folder}/{path.name}" for folder in RUNTIME for path in sorted((ROOT / folder).glob("*.py"))]
+    return [file for file in files if not file.endswith("/__init__.py") and file not in _COMMANDS]
+
+
+def is_runtime(file: str) -> bool:
+    """Whether a source is the runtime's, whose tests judge it, and no kernel or reference."""
+    return file.startswith("kv_canary/")
+
+
 def read_source(file: str) -> str:
-    """Return the text of one of `source_files()`.
+    """Return the text of one of `source_files()` or `runtime_files()`.
 
     Raises:
         ValueError: it is none of them.
     """
-    if file not in source_files():
-        raise ValueError(must_be("difftest", "file", f"one of {', '.join(source_files())}", repr(file)))
+    known = runtime_files() if is_runtime(file) else source_files()
+    if file not in known:
+        raise ValueError(must_be("difftest", "file", f"one of {', '.join(known)}", repr(file)))
+    if is_runtime(file):
+        return (ROOT / file).read_text(encoding="utf-8")
     folder, name = file.split("/")
     return (_location(folder) / name).read_text(encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Running mutants: each in a forked child of one prepared process, against the same generated calls.
+"""Running mutants: of kernels and references against the same generated calls, of the runtime against its tests.
 
 A mutant is killed when the differential check finds it, or when it crashes, raises or hangs. One that survives every
 call must stand in `equivalent_mutants.toml`, with the reason why no call can tell it from the original.
@@ -23,8 +23,9 @@ import torch
 from kv_canary import backends
 from kv_canary.cases.casefile import versions
 from kv_canary.difftest.mutation.mutants import Mutant, make_mutants
-from kv_canary.difftest.mutation.overlay import reached_ops
+from kv_canary.difftest.mutation.overlay import is_runtime, reached_ops, runtime_files, source_files
 from kv_canary.difftest.mutation.pool import Pool, Verdict, cases_of
+from kv_canary.difftest.mutation.runtime import line_map, run_runtime_mutants
 from kv_canary.errors import must_be
 
 EQUIVALENT_MUTANTS = Path(__file__).with_name("equivalent_mutants.toml")
@@ -121,7 +122,7 @@ def run_mutants(
     device: str = "cpu",
     on_progress: Progress | None = None,
 ) -> MutationReport:
-    """Run mutants of `files`, or of every kernel and reference, and report what became of each.
+    """Run mutants of `files`, or of every kernel, reference and source of the runtime, and report each one's fate.
 
     Args:
         jobs: how many run at a time, each in a process of its own.
@@ -141,11 +142,12 @@ def run_mutants(
         )
     began = time.monotonic()
     reasons = equivalent_reasons(read_equivalents())
-    mutants = make_mutants(files)
+    mutants = make_mutants(files or [*source_files(), *runtime_files()])
     if sample is not None and sample < len(mutants):
         chosen = set(random.Random(seed).sample(range(len(mutants)), sample))
         mutants = [mutant for i, mutant in enumerate(mutants) if i in chosen]
-    run_files = list(dict.fromkeys(mutant.file for mutant in mutants))
+    run_files = list(dict.fromkeys(mutant.file for mutant in mutants if not is_runtime(mutant.file)))
+    runtime = [mutant for mutant in mutants if is_runtime(mutant.file)]
     results: dict[str, MutantResult] = {}
 
     def receive(mutant: Mutant, verdict: Verdict) -> None:
@@ -160,7 +162,9 @@ def run_mutants(
             backends.implementation(op, "triton")
         pool = Pool(cases=drawn, device=device, jobs=jobs, folder=Path(folder))
         pool.check_itself(run_files)
-        pool.run([(mutant, mutant.file, mutant.text) for mutant in mutants], receive)
+        pool.run([(m, m.file, m.text) for m in mutants if not is_runtime(m.file)], receive)
+    if runtime:
+        run_runtime_mutants(runtime, line_map(jobs=jobs), jobs=jobs, on_verdict=receive)
     ordered = tuple(results[mutant.id] for mutant in mutants)
     return MutationReport(
         results=ordered,
@@ -194,7 +198,8 @@ def equivalent_reasons(entries: Iterable[Mapping[str, str]]) -> dict[str, str]:
         ValueError: an entry no longer applies: the lines that it names are not there, or not mutated like that.
     """
     known: dict[tuple[str, ...], list[Mutant]] = {}
-    for mutant in make_mutants():
+    entries = list(entries)
+    for mutant in make_mutants([*source_files(), *sorted({e["file"] for e in entries if is_runtime(e["file"])})]):
         known.setdefault((mutant.file, mutant.function, mutant.before, mutant.after), []).append(mutant)
     reasons = {}
     for entry in entries:
