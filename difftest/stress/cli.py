@@ -9,7 +9,13 @@ from kv_canary.commands.group import LazyGroup
 CAMPAIGNS = ("chaos", "detection", "overlap", "ranks", "soak", "transfer")
 
 
-@click.group(cls=LazyGroup, elsewhere={name: f"kv_canary.difftest.stress.{name}:main" for name in CAMPAIGNS})
+@click.group(
+    cls=LazyGroup,
+    elsewhere={
+        **{name: f"kv_canary.difftest.stress.{name}:main" for name in CAMPAIGNS},
+        "sglang": "kv_canary.difftest.stress.sglang.detection:main",
+    },
+)
 def stress() -> None:
     """Let engines live, healthy and with faults, and see what the canary says.
 

@@ -116,15 +116,17 @@ KINDS = {
     "transformers": Evidence(
         files=("h200_transformers.json",),
         sources=RUNTIME,
-        command="python -P -m kv_canary.bench.transformers_cuda --json FILE",
+        command="python -P -m kv_canary.difftest.stress.transformers_cuda --json FILE",
     ),
     "sglang": Evidence(
-        files=("h200_sglang.json",), sources=RUNTIME, command="python -P -m kv_canary.bench.sglang_cuda --json FILE"
+        files=("h200_sglang.json",),
+        sources=RUNTIME,
+        command="python -P -m kv_canary.difftest.stress.sglang.cuda --json FILE",
     ),
     "sglang_detection": Evidence(
         files=("sglang_detection.json",),
         sources=RUNTIME,
-        command="python -P -m kv_canary.bench.sglang_detection --json FILE",
+        command="kv-canary stress sglang --json FILE",
     ),
 }
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kv_canary.bench import sglang_engine
+from kv_canary.difftest.stress.sglang import engine as sglang_engine
 
 from . import ports
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kv_canary.bench import sglang_engine
+from kv_canary.difftest.stress.sglang import engine as sglang_engine
 
 from . import engine, pd_transfer_engine, ports
 

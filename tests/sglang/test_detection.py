@@ -1,4 +1,4 @@
-"""The faults of `bench/sglang_detection` before a running SGLang: kv-canary finds each, and the page says what was."""
+"""The faults of `kv-canary stress sglang` before a running SGLang: kv-canary finds each, and the page says what was."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kv_canary.bench.sglang_detection import KNOWN, campaign, objections
-from kv_canary.bench.sglang_faults import FAULTS
-from kv_canary.bench.sglang_lives import COLUMNS
-from kv_canary.bench.sglang_page import page
 from kv_canary.commands.evidence_pages import fill
+from kv_canary.difftest.stress.sglang.detection import KNOWN, campaign, objections
+from kv_canary.difftest.stress.sglang.faults import FAULTS
+from kv_canary.difftest.stress.sglang.lives import COLUMNS
+from kv_canary.difftest.stress.sglang.page import page
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMN = {c.name: c for c in COLUMNS}

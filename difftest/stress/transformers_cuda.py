@@ -1,6 +1,6 @@
 """Proves the transformers adapter on a GPU: CUDA graphs and asynchronous batching, with a canary and without.
 
-    python -m kv_canary.bench.transformers_cuda --json transformers_cuda.json
+    python -m kv_canary.difftest.stress.transformers_cuda --json transformers_cuda.json
 
 Tiny random models are served by transformers' continuous batching, twice in each of its ways of running: the tokens
 must be the same with a canary as without, the canary must find nothing and leave no cached position out, and graphs

@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kv_canary.bench.sglang_engine import BYTES_PER_TOKEN, LAYERS, write_tiny_model
-from kv_canary.bench.sglang_faults import FAULTS, HEALTHY, Fault
-from kv_canary.bench.sglang_lives import COLUMNS, NONE, Column, Seen, Task, run
-from kv_canary.bench.sglang_page import cells, page
 from kv_canary.commands.evidence_pages import fill
 from kv_canary.commands.facts import facts
+from kv_canary.difftest.stress.sglang.engine import BYTES_PER_TOKEN, LAYERS, write_tiny_model
+from kv_canary.difftest.stress.sglang.faults import FAULTS, HEALTHY, Fault
+from kv_canary.difftest.stress.sglang.lives import COLUMNS, NONE, Column, Seen, Task, run
+from kv_canary.difftest.stress.sglang.page import cells, page
 from kv_canary.reports.versions import installed
 from kv_canary.specs.structures import KvSource
 
@@ -171,8 +171,8 @@ def main(seeds: int, names: tuple[str, ...], path: Path | None, written: Path | 
 
     \b
     Examples:
-      python -m kv_canary.bench.sglang_detection --json sglang_detection.json
-      python -m kv_canary.bench.sglang_detection --seeds 2 --fault freed --fault healthy
+      kv-canary stress sglang --json sglang_detection.json
+      kv-canary stress sglang --seeds 2 --fault freed --fault healthy
     """
     if importlib.util.find_spec("sglang") is None:
         raise click.UsageError("sglang is not installed here")

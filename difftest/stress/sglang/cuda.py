@@ -1,6 +1,6 @@
 """Proves the SGLang adapter on a GPU: CUDA graphs and the overlapped scheduler, with a canary and without.
 
-    python -m kv_canary.bench.sglang_cuda --json h200_sglang.json --out FOLDER
+    python -m kv_canary.difftest.stress.sglang.cuda --json h200_sglang.json --out FOLDER
 
 A real scheduler of SGLang serves a tiny random model in this process's children, one for each case, by its own event
 loops: chunked prefill, prefix hits, eviction, retraction, aborts. With a canary the tokens must be the same as without,
@@ -258,11 +258,11 @@ def _environment(case: Case, device: str) -> dict[str, str]:
 
 def _serve_here(case: Case, device: str, out: Path) -> None:
     """Serve the case in this process, write its result, and end the process: the engine leaves threads behind."""
-    from kv_canary.bench import sglang_traffic
+    from kv_canary.difftest.stress.sglang import traffic
 
     status = 1
     try:
-        result = sglang_traffic.serve(asdict(case), device=device, model=out / "model", graph_sizes=GRAPH_SIZES)
+        result = traffic.serve(asdict(case), device=device, model=out / "model", graph_sizes=GRAPH_SIZES)
         (out / f"{case.name}.json").write_text(json.dumps(result), encoding="utf-8")
         print(json.dumps({key: value for key, value in result.items() if key not in _LONG}))
         status = 0

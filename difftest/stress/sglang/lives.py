@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from kv_canary.bench.sglang_engine import BYTES_PER_TOKEN, build_scheduler
-from kv_canary.bench.sglang_faults import FAULTS, HEALTHY, Fault, live
 from kv_canary.config import CanaryConfig
+from kv_canary.difftest.stress.sglang.engine import BYTES_PER_TOKEN, build_scheduler
+from kv_canary.difftest.stress.sglang.faults import FAULTS, HEALTHY, Fault, live
 
 # Steps between two sweeps, of every canary.
 SWEEP_EVERY = 10

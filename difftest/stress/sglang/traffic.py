@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from kv_canary.bench import sglang_standins
-from kv_canary.bench.sglang_engine import build_scheduler, submit
+from kv_canary.difftest.stress.sglang import standins
+from kv_canary.difftest.stress.sglang.engine import build_scheduler, submit
 
 NEW_TOKENS = 24
 LENGTHS = (3, 15, 16, 17, 32, 40, 90, 200)
@@ -33,8 +33,8 @@ def serve(case: dict[str, Any], *, device: str, model: Path, graph_sizes: Sequen
         graph_sizes: batch sizes that decode graphs are captured for.
     """
     if device != "cpu":
-        sglang_standins.use()
-        sglang_standins.patch()
+        standins.use()
+        standins.patch()
     begin = time.perf_counter()
     scheduler = build_scheduler(model, **_arguments(case, device, graph_sizes))
     started = time.perf_counter() - begin

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from kv_canary.bench.sglang_engine import (
+from kv_canary.difftest.stress.sglang.engine import (
     BYTES_PER_TOKEN,
     LAYERS,
     VOCABULARY,

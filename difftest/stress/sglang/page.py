@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kv_canary.bench.sglang_engine import BYTES_PER_TOKEN, LAYERS
-from kv_canary.bench.sglang_lives import COLUMNS, SWEEP_EVERY
+from kv_canary.difftest.stress.sglang.engine import BYTES_PER_TOKEN, LAYERS
+from kv_canary.difftest.stress.sglang.lives import COLUMNS, SWEEP_EVERY
 
 _HEAD = """# In SGLang, beside SGLang's own canary
 
@@ -16,7 +16,7 @@ _HEAD = """# In SGLang, beside SGLang's own canary
 The same faults in the same engine: a real scheduler of SGLang {sglang} on the CPU, stepped in one process, with a tiny
 model ({layers} layers, {bytes} bytes of K and as many of V a token and layer). Requests, tokens and the fault follow
 from a seed; each life runs as it is, with the fault, and with the fault before each canary. This page is written by
-`python -m kv_canary.bench.sglang_detection --page` from its rows, which `bench/results/sglang_detection.json` keeps; a
+`kv-canary stress sglang --page` from its rows, which `bench/results/sglang_detection.json` keeps; a
 test compares them.
 
 *Text wrong* counts the lives in which some request generated other tokens than without the fault. The other columns

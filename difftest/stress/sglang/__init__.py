@@ -1,0 +1,1 @@
+"""A real SGLang scheduler in this process: its faults before two canaries, and the adapter on a GPU."""
