@@ -214,13 +214,17 @@ def _finds_a_fault(engine: CountingEngine, rng: np.random.Generator) -> bool | N
             return
         for group in engine.groups:
             for request in batch.requests:
-                window = group.config.window
-                resident = [p for p in range(request.prefix_len) if not window or p >= request.prefix_len - window]
-                if resident and group.config.kind == "full":
-                    slot = int(batch.tables[group.name][request.row][resident[-1]])
+                if group.config.kind != "full":
+                    continue
+                buffers, table = engine.pools[group.name].buffers, batch.tables[group.name][request.row]
+                # A slot without a record is one that is about to be taken in anew, as it is.
+                slots = [
+                    int(s) for s in table[: request.prefix_len] if all(bool(records[s].any()) for records in buffers)
+                ]
+                if slots:
                     # Both, where HEAD and TAIL have records of their own: the forward may fail before its TAIL.
-                    for records in engine.pools[group.name].buffers:
-                        records[slot, 0] ^= 1
+                    for records in buffers:
+                        records[slots[-1], 0] ^= 1
                     struck.append(True)
                     return
 
