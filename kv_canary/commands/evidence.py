@@ -9,6 +9,7 @@ docstrings and blank lines do not count: they change no measurement.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib
 import io
@@ -163,6 +164,7 @@ def digest(files: Mapping[str, bytes]) -> str:
     return summed.hexdigest()[:16]
 
 
+@functools.cache
 def code_of(source: bytes) -> bytes:
     """Return a Python source without comments, docstrings and blank lines; the same in every version of Python."""
     text = source.decode("utf-8")

@@ -97,7 +97,9 @@ def test_what_is_found_is_saved_shrunk_replayed_and_minimized(tmp_path: Path) ->
     assert re.search(r"input_ids\W+in\W+int64\[\d\d?\]", again.stdout), again.stdout
 
     # Another campaign begins with what this one found.
-    difftest("fuzz", *options, "--database", "ro:db", "--seed", "1", "--json", str(facts), folder=tmp_path)
+    difftest(
+        "fuzz", *options, "--database", "ro:db", "--seed", "1", "--shrink", "1", "--json", str(facts), folder=tmp_path
+    )
     (finding,) = json.loads(facts.read_text())["findings"]
     assert finding["cases_before"] == 1
 
