@@ -38,6 +38,22 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("kv-canary")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as long what `every_day` does not name."""
+    unseen: dict[str, set[str]] = {}
+    for item in items:
+        marker = item.get_closest_marker("every_day")
+        if marker is not None:
+            parameters = item.callspec.id  # type: ignore[attr-defined]
+            unseen.setdefault(item.nodeid.split("[")[0], set(marker.args)).discard(parameters)
+            if parameters not in marker.args:
+                item.add_marker(pytest.mark.long)
+    wrong = {test: ids for test, ids in unseen.items() if ids}
+    if wrong and not any("[" in argument for argument in config.args):
+        raise pytest.UsageError(f"every_day names parameters that are not there: {wrong}")
+
+
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The device that Triton runs on in this session."""

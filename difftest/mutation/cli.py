@@ -73,8 +73,10 @@ def mutants(
     equivalent: nothing can tell it apart; then it belongs into difftest/mutation/equivalent_mutants.toml, with the
     reason.
 
-    Exit codes: 0 all killed or equivalent; 1 a mutant survived, or one listed as equivalent was killed; 2 misuse, or
-    an entry of the list that fits no mutant any more.
+    Ctrl-C ends the run and loses nothing: what was reached is reported, and written.
+
+    Exit codes: 0 all killed or equivalent; 1 a mutant survived, or one listed as equivalent was killed; 2 misuse, an
+    interrupted run, or an entry of the list that fits no mutant any more.
 
     \b
     Examples:
@@ -123,7 +125,7 @@ def mutants(
 
         facts = {**report.as_dict(commit=commit), "sources": digests("mutants")}
         json_path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    raise SystemExit(0 if report.passed else 1)
+    raise SystemExit(2 if report.not_run else 0 if report.passed else 1)
 
 
 @contextmanager
@@ -140,6 +142,9 @@ def _progress(console: Console) -> Iterator[Callable[[MutantResult, int, int], N
         def on_progress(result: MutantResult, done: int, total: int) -> None:
             nonlocal survived
             survived += result.status == "survived"
+            if not console.is_terminal and (result.status == "survived" or done % 50 == 0 or done == total):
+                told = f"survived: {result.mutant.id}" if result.status == "survived" else ""
+                console.print(f"{done} of {total}, {survived} survived {told}", markup=False, highlight=False)
             progress.update(task, total=total, completed=done, description=f"{survived} survived", refresh=True)
 
         progress.refresh()
@@ -170,6 +175,8 @@ def show_report(console: Console, report: MutationReport) -> None:
     outcomes = Counter(r.outcome for r in report.of(MutantStatus.KILLED))
     told = ", ".join(f"{name} {count}" for name, count in outcomes.most_common())
     console.print(f"killed by: {told or 'nothing'}; {report.seconds:.0f} s on {report.device}")
+    if report.not_run:
+        console.print(f"interrupted: {report.not_run} mutants were not run", style="bold red")
 
 
 @click.command()

@@ -33,6 +33,8 @@ from kv_canary.specs import get_spec
 
 # A child that says nothing for so long hangs: a call takes below a second, compiling a kernel for a GPU longer.
 SECONDS_PER_CASE = {"cpu": 30.0, "cuda": 180.0}
+# Of all ops together, those first that killed most: a look whether the argument still holds.
+CALLS_OF_EQUIVALENTS = 60
 Cases = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
@@ -84,34 +86,49 @@ class Pool:
             if not lethal[file].outcome:
                 raise RuntimeError(must_be("difftest", f"{file} without any effect", "noticed", "no difference"))
 
-    def run(self, sources: Iterable[tuple[Any, str, str]], on_verdict: Callable[[Any, Verdict], None]) -> None:
-        """Run every (key, file, text) and tell the verdict on each."""
+    def run(
+        self,
+        sources: Iterable[tuple[Any, str, str]],
+        on_verdict: Callable[[Any, Verdict], None],
+        *,
+        equivalent: Callable[[Any], bool] = lambda key: False,
+    ) -> None:
+        """Run every (key, file, text) and tell the verdict on each.
+
+        Args:
+            equivalent: whether a key is of code that is argued to do the same: it meets `CALLS_OF_EQUIVALENTS` calls.
+        """
         pending = deque(sources)
         running: dict[Connection, _Child] = {}
-        while pending or running:
-            while pending and len(running) < self.jobs:
-                key, file, text = pending.popleft()
-                pipe, child = self._start(key, file, text)
-                running[pipe] = child
-            limit = SECONDS_PER_CASE[self.device]
-            for pipe in [p for p in wait(list(running), timeout=1.0) if isinstance(p, Connection)]:
-                verdict = self._hear(pipe, running[pipe])
-                if verdict is not None:
-                    self._finish(pipe, running.pop(pipe), verdict, on_verdict)
-            for pipe, child in list(running.items()):
-                if time.monotonic() - child.heard > limit and not pipe.poll():
-                    detail = f"silent for {limit:.0f} s"
-                    verdict = Verdict(outcome=Outcome.HUNG.name, op=child.op, case=child.case, detail=detail)
-                    self._finish(pipe, running.pop(pipe), verdict, on_verdict)
+        try:
+            while pending or running:
+                while pending and len(running) < self.jobs:
+                    key, file, text = pending.popleft()
+                    most = CALLS_OF_EQUIVALENTS if equivalent(key) else None
+                    pipe, child = self._start(key, file, text, most)
+                    running[pipe] = child
+                limit = SECONDS_PER_CASE[self.device]
+                for pipe in [p for p in wait(list(running), timeout=1.0) if isinstance(p, Connection)]:
+                    verdict = self._hear(pipe, running[pipe])
+                    if verdict is not None:
+                        self._finish(pipe, running.pop(pipe), verdict, on_verdict)
+                for pipe, child in list(running.items()):
+                    if time.monotonic() - child.heard > limit and not pipe.poll():
+                        detail = f"silent for {limit:.0f} s"
+                        verdict = Verdict(outcome=Outcome.HUNG.name, op=child.op, case=child.case, detail=detail)
+                        self._finish(pipe, running.pop(pipe), verdict, on_verdict)
+        finally:
+            for pipe, child in running.items():
+                self._end(pipe, child)
 
-    def _start(self, key: Any, file: str, text: str) -> tuple[Connection, _Child]:
+    def _start(self, key: Any, file: str, text: str, most: int | None) -> tuple[Connection, _Child]:
         self.started += 1
         ours, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
         ops = reached_ops(file)
         order = sorted(
             ((op, i) for op in ops for i in range(len(self.cases[op]))),
             key=lambda call: (-self.kills[call], call[1], call[0]),
-        )
+        )[:most]
         folder = self.folder / str(self.started)
         process = multiprocessing.get_context("fork").Process(
             target=_serve, args=(theirs, file, text, folder, self.cases, order, self.device), daemon=True
@@ -139,13 +156,17 @@ class Pool:
     def _finish(
         self, pipe: Connection, child: _Child, verdict: Verdict, on_verdict: Callable[[Any, Verdict], None]
     ) -> None:
+        self._end(pipe, child)
+        if verdict.outcome and verdict.case >= 0:
+            self.kills[verdict.op, verdict.case] += 1
+        on_verdict(child.key, verdict)
+
+    @staticmethod
+    def _end(pipe: Connection, child: _Child) -> None:
         child.process.kill()
         child.process.join()
         pipe.close()
         shutil.rmtree(child.folder, ignore_errors=True)
-        if verdict.outcome and verdict.case >= 0:
-            self.kills[verdict.op, verdict.case] += 1
-        on_verdict(child.key, verdict)
 
 
 def cases_of(op: str, *, examples: int, seed: int, device: str = "cpu") -> list[Mapping[str, Any]]:

@@ -13,7 +13,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ class MutationReport:
 
     Args:
         refuted: mutants that stand as equivalent, yet were killed.
+        not_run: how many were not reached, because the run was interrupted.
     """
 
     results: tuple[MutantResult, ...]
@@ -84,6 +85,7 @@ class MutationReport:
     device: str
     seconds: float
     versions: Mapping[str, str]
+    not_run: int = 0
 
     def of(self, status: MutantStatus) -> list[MutantResult]:
         return [result for result in self.results if result.status == status]
@@ -96,6 +98,7 @@ class MutationReport:
     def as_dict(self, *, commit: str = "unknown") -> dict[str, Any]:
         return {
             "total": len(self.results),
+            "not_run": self.not_run,
             **{status.value: len(self.of(status)) for status in MutantStatus},
             "killed_by": dict(Counter(r.outcome for r in self.of(MutantStatus.KILLED))),
             "refuted": [result.mutant.id for result in self.refuted],
@@ -123,6 +126,8 @@ def run_mutants(
     on_progress: Progress | None = None,
 ) -> MutationReport:
     """Run mutants of `files`, or of every kernel, reference and source of the runtime, and report each one's fate.
+
+    Ctrl-C ends the run; the report is then of the mutants that were reached.
 
     Args:
         jobs: how many run at a time, each in a process of its own.
@@ -155,17 +160,18 @@ def run_mutants(
         if on_progress is not None:
             on_progress(results[mutant.id], len(results), len(mutants))
 
-    with _one_thread(), tempfile.TemporaryDirectory(prefix="kv-canary-mutants-") as folder:
+    with suppress(KeyboardInterrupt), _one_thread(), tempfile.TemporaryDirectory(prefix="kv-canary-mutants-") as folder:
         drawn = {op: cases_of(op, examples=examples, seed=seed, device=device) for op in _all_reached(run_files)}
         for op in drawn:
             backends.implementation(op, "reference")
             backends.implementation(op, "triton")
         pool = Pool(cases=drawn, device=device, jobs=jobs, folder=Path(folder))
         pool.check_itself(run_files)
-        pool.run([(m, m.file, m.text) for m in mutants if not is_runtime(m.file)], receive)
-    if runtime:
-        run_runtime_mutants(runtime, line_map(jobs=jobs), jobs=jobs, on_verdict=receive)
-    ordered = tuple(results[mutant.id] for mutant in mutants)
+        sources = [(m, m.file, m.text) for m in mutants if not is_runtime(m.file)]
+        pool.run(sources, receive, equivalent=lambda mutant: mutant.id in reasons)
+        if runtime:
+            run_runtime_mutants(runtime, line_map(jobs=jobs), jobs=jobs, on_verdict=receive)
+    ordered = tuple(results[mutant.id] for mutant in mutants if mutant.id in results)
     return MutationReport(
         results=ordered,
         refuted=tuple(r for r in ordered if r.status == MutantStatus.KILLED and r.mutant.id in reasons),
@@ -174,6 +180,7 @@ def run_mutants(
         device="cpu, Triton interpreter" if device == "cpu" else torch.cuda.get_device_name(),
         seconds=time.monotonic() - began,
         versions=versions(),
+        not_run=len(mutants) - len(ordered),
     )
 
 

@@ -53,20 +53,22 @@ def replay_line(output: str) -> list[str]:
     return shlex.split(found[1])
 
 
-def test_a_clean_run(tmp_path: Path) -> None:
+@pytest.mark.every_day("retire")
+@pytest.mark.parametrize("target", ["retire", "engine"])
+def test_a_clean_run(tmp_path: Path, target: str) -> None:
     facts = tmp_path / "facts.json"
-    options = ("--op", "retire", "--op", "engine", "--examples", "4", "--jobs", "2")
+    options = ("--op", target, "--examples", "4", "--jobs", "1")
     done = difftest("run", *options, "--json", str(facts), "--coverage", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(facts.read_text())
-    assert told["targets"]["retire"]["cases"] >= 4
-    assert told["targets"]["engine"]["cases"] > 0
+    assert told["targets"][target]["cases"] >= (4 if target == "retire" else 1)
     assert told["findings"] == told["errors"] == []
     assert 0 < told["coverage"]["covered_pairs"] < told["coverage"]["feasible_pairs"]
     assert "padding:rows" in done.stdout
     assert not (tmp_path / "findings").exists()
 
 
+@pytest.mark.long
 def test_what_is_found_is_saved_shrunk_replayed_and_minimized(tmp_path: Path) -> None:
     facts = tmp_path / "facts.json"
     plant = ("--plant", "exclusive-scan")
@@ -139,9 +141,11 @@ def cases():
 """
 
 
+@pytest.mark.every_day("raises")
 @pytest.mark.parametrize(
     ("mischief", "says"),
     [("raise KeyError('lost')", "KeyError: 'lost'"), ("os.abort()", "exit code -6")],
+    ids=["raises", "crashes"],
 )
 def test_a_kernel_that_kills_its_process_is_shrunk_too(tmp_path: Path, mischief: str, says: str) -> None:
     (tmp_path / "bad.py").write_text(BAD_KERNEL.replace("MISCHIEF", mischief))
@@ -185,6 +189,7 @@ def test_a_kernel_that_hangs_is_found(tmp_path: Path) -> None:
             executor.check(get_spec("sleepy"), {"x": right, "y": torch.zeros(2, dtype=torch.int64)})
 
 
+@pytest.mark.long
 def test_mutants_run_from_a_shell(tmp_path: Path) -> None:
     options = ("--file", "kernels/retire.py", "--sample", "2", "--examples", "40", "--jobs", "1")
     done = difftest("mutants", *options, "--json", "mutants.json", folder=tmp_path)
@@ -210,6 +215,7 @@ def test_ctrl_c_keeps_what_there_is(tmp_path: Path) -> None:
     assert told["cases"] > 0
 
 
+@pytest.mark.long
 def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     options = (
         "run",

@@ -16,12 +16,14 @@ LOW, HIGH = -(1 << 63), (1 << 63) - 1
 TOKENS = 530
 ENDS = (LOW, LOW + 1, -1, 0, 3, TOKENS, TOKENS + 1, HIGH - 1, HIGH)
 PAIRS = list(itertools.product(ENDS, ENDS))
+EVERY_DAY = [f"pair{i}" for i in range(0, len(PAIRS), 4)]
 
 
 def offsets(pair: tuple[int, int]) -> torch.Tensor:
     return torch.tensor(pair, dtype=torch.int64)
 
 
+@pytest.mark.every_day(*EVERY_DAY)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_scatter_and_chain_of_one_segment(pair: tuple[int, int], device: torch.device) -> None:
     flat = torch.arange(TOKENS)
@@ -33,6 +35,7 @@ def test_scatter_and_chain_of_one_segment(pair: tuple[int, int], device: torch.d
     check_case(get_spec("chain_tails"), {**segment, "tails": tails, "status": status}, device=device)
 
 
+@pytest.mark.every_day(*EVERY_DAY)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_write_of_one_segment(pair: tuple[int, int], device: torch.device) -> None:
     plan = kc.WritePlan(

@@ -126,6 +126,7 @@ def drawn(op: str, fails: Fails, *, large: int = 0) -> dict[str, Any]:
     )
 
 
+@pytest.mark.every_day("verify, K bytes", "verify_resolved, a chain", "move", "chain")
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failing_call_shrinks_to_one_entry(name: str) -> None:
     op, fails, expected = FAILURES[name]
@@ -148,7 +149,7 @@ def test_a_failing_call_shrinks_to_one_entry(name: str) -> None:
 
 
 def test_the_same_call_gives_the_same_result() -> None:
-    op, fails, _ = FAILURES["verify, K bytes"]
+    op, fails, _ = FAILURES["move"]
     spec, call = get_spec(op), drawn(op, fails)
     runs: list[tuple[bytes, list[tuple[int, int]]]] = []
     for _ in range(2):

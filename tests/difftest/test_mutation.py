@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,17 @@ def test_the_run_checks_itself(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> N
         pool.check_itself(["kernels/retire.py"])
 
 
+def test_what_is_argued_equivalent_meets_some_calls_only(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = mutation_pool.without_effect(read_source("kernels/retire.py"))
+    seen: list[Verdict] = []
+    for calls in (0, 60):
+        monkeypatch.setattr(mutation_pool, "CALLS_OF_EQUIVALENTS", calls)
+        pool.run(
+            [("a", "kernels/retire.py", text)], lambda key, verdict: seen.append(verdict), equivalent=lambda key: True
+        )
+    assert [bool(verdict.outcome) for verdict in seen] == [False, True]
+
+
 def retired(backend: str) -> list[int]:
     """The slots, of 1 to 5, that an implementation retires."""
     records = torch.ones(6, 4, dtype=torch.int64)
@@ -210,6 +222,17 @@ def test_a_run_tells_what_became_of_every_mutant() -> None:
         assert (told["killed_by"] is not None) == (told["status"] == "killed")
 
 
+def test_an_interrupted_run_reports_what_it_reached() -> None:
+    def interrupt(result: MutantResult, done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    report = run_mutants(jobs=1, examples=2, files=["reference/retire.py"], sample=4, seed=4, on_progress=interrupt)
+    assert (len(report.results), report.not_run) == (2, 2)
+    assert report.as_dict()["not_run"] == 2
+    assert not multiprocessing.active_children()
+
+
 def made_report(status: MutantStatus, **fields: Any) -> MutationReport:
     mutant = make_mutants(["kernels/retire.py"])[0]
     report = MutationReport(
@@ -225,12 +248,18 @@ def made_report(status: MutantStatus, **fields: Any) -> MutationReport:
 
 
 @pytest.mark.parametrize(
-    ("status", "code"), [(MutantStatus.KILLED, 0), (MutantStatus.EQUIVALENT, 0), (MutantStatus.SURVIVED, 1)]
+    ("status", "not_run", "code"),
+    [
+        (MutantStatus.KILLED, 0, 0),
+        (MutantStatus.EQUIVALENT, 0, 0),
+        (MutantStatus.SURVIVED, 0, 1),
+        (MutantStatus.KILLED, 3, 2),
+    ],
 )
 def test_exit_code_and_survivors(
-    status: MutantStatus, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    status: MutantStatus, not_run: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = made_report(status)
+    report = made_report(status, not_run=not_run)
     monkeypatch.setattr(mutation_run, "run_mutants", lambda **options: report)
     path = tmp_path / "report.json"
     done = CliRunner().invoke(mutants_command, ["--json", str(path)])

@@ -184,6 +184,7 @@ def test_its_mutants_are_killed(package: Path) -> None:
     assert facts["killed"] == facts["total"] > 10
 
 
+@pytest.mark.long
 def test_what_is_wrong_with_it_is_found_shrunk_and_explained(package: Path) -> None:
     kernel = package / "kv_canary/kernels/clear.py"
     right = kernel.read_text(encoding="utf-8")

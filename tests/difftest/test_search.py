@@ -38,6 +38,7 @@ def test_a_round_of_an_engine_is_one_case(monkeypatch: pytest.MonkeyPatch) -> No
     assert steps <= len(rounds) < len(actions)
 
 
+@pytest.mark.long
 def test_rounds_are_told_whole_and_end_at_what_fails() -> None:
     checked: list[str] = []
     told: list[list[frozenset[str]]] = []

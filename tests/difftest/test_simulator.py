@@ -289,6 +289,7 @@ def test_flush_heals() -> None:
     assert int(memory.violations.count) == 0
 
 
+@pytest.mark.every_day("table_entry", "kv_byte", "record")
 @pytest.mark.parametrize("kind", FAULTS)
 def test_every_fault_can_be_found(kind: str) -> None:
     found = 0

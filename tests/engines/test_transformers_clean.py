@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 
 import kv_canary
 
@@ -30,12 +29,8 @@ LEAST = {
 }
 
 
-def every_day(*kinds: str) -> list[ParameterSet]:
-    """Return all models, of which these are served every day."""
-    return [pytest.param(kind, marks=[] if kind in kinds else [pytest.mark.long]) for kind in MODELS]
-
-
-@pytest.mark.parametrize("kind", every_day("mistral", "gptoss"))
+@pytest.mark.every_day("gptoss")
+@pytest.mark.parametrize("kind", MODELS)
 def test_chunked_prefill_is_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def scenario(run: Run) -> None:
         prompts = Prompts().of_lengths(*LENGTHS)
@@ -48,7 +43,8 @@ def test_chunked_prefill_is_clean(monkeypatch: pytest.MonkeyPatch, kind: str) ->
     assert happened.later_chunks > 0
 
 
-@pytest.mark.parametrize("kind", every_day("llama", "gemma3"))
+@pytest.mark.every_day("gemma3")
+@pytest.mark.parametrize("kind", MODELS)
 def test_shared_prefixes_over_several_turns_are_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def scenario(run: Run) -> None:
         prompts = Prompts()
@@ -71,7 +67,8 @@ def test_shared_prefixes_over_several_turns_are_clean(monkeypatch: pytest.Monkey
         assert happened.prefix_hits >= 16
 
 
-@pytest.mark.parametrize("kind", every_day("llama", "mistral"))
+@pytest.mark.every_day("mistral")
+@pytest.mark.parametrize("kind", MODELS)
 def test_identical_prompts_in_one_batch_are_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def scenario(run: Run) -> None:
         # Two whole pages: 5.17 hits all of it and rewrites the last slot, in blocks that others are reading.
@@ -85,7 +82,8 @@ def test_identical_prompts_in_one_batch_are_clean(monkeypatch: pytest.MonkeyPatc
         assert happened.prefix_hits >= 10
 
 
-@pytest.mark.parametrize("kind", every_day("llama", "gptoss"))
+@pytest.mark.every_day("llama")
+@pytest.mark.parametrize("kind", MODELS)
 def test_forked_requests_are_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def scenario(run: Run) -> None:
         prompts = Prompts().of_lengths(3, 7, 16, 17, 31, 40)
@@ -98,7 +96,8 @@ def test_forked_requests_are_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -
     assert happened.forks >= 24
 
 
-@pytest.mark.parametrize("kind", every_day("mistral", "gemma3"))
+@pytest.mark.every_day("gemma3")
+@pytest.mark.parametrize("kind", MODELS)
 def test_evictions_and_soft_resets_are_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def scenario(run: Run) -> None:
         prompts = Prompts().of_lengths(*(min(n, 50) for n in LENGTHS))
@@ -111,7 +110,8 @@ def test_evictions_and_soft_resets_are_clean(monkeypatch: pytest.MonkeyPatch, ki
     assert happened.soft_resets > 0
 
 
-@pytest.mark.parametrize("kind", every_day("llama", "gptoss"))
+@pytest.mark.every_day("gptoss")
+@pytest.mark.parametrize("kind", MODELS)
 def test_offloading_to_the_host_and_back_is_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     drop_pinning(monkeypatch)
 
@@ -126,7 +126,8 @@ def test_offloading_to_the_host_and_back_is_clean(monkeypatch: pytest.MonkeyPatc
     assert happened.restores > 0
 
 
-@pytest.mark.parametrize("kind", every_day("llama", "gemma3"))
+@pytest.mark.every_day("llama")
+@pytest.mark.parametrize("kind", MODELS)
 def test_padded_inputs_and_the_warm_up_are_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def scenario(run: Run) -> None:
         prompts = Prompts().of_lengths(*LENGTHS)
@@ -141,7 +142,8 @@ def test_padded_inputs_and_the_warm_up_are_clean(monkeypatch: pytest.MonkeyPatch
     assert happened.padded > 0
 
 
-@pytest.mark.parametrize("kind", every_day("mistral", "gptoss"))
+@pytest.mark.every_day("mistral")
+@pytest.mark.parametrize("kind", MODELS)
 def test_cancelling_running_requests_is_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def scenario(run: Run) -> None:
         prompts = Prompts()
@@ -159,7 +161,8 @@ def test_cancelling_running_requests_is_clean(monkeypatch: pytest.MonkeyPatch, k
     assert happened.cancelled_running == 9
 
 
-@pytest.mark.parametrize("kind", every_day("llama", "gemma3"))
+@pytest.mark.every_day("gemma3")
+@pytest.mark.parametrize("kind", MODELS)
 def test_checking_everything_is_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def scenario(run: Run) -> None:
         prompts = Prompts().of_lengths(*(min(n, 50) for n in LENGTHS))
@@ -204,6 +207,7 @@ def test_asynchronous_batching_is_clean(monkeypatch: pytest.MonkeyPatch, kind: s
     run_clean(monkeypatch, kind, scenario, options=options, config=config)
 
 
+@pytest.mark.every_day("gemma3")
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_asynchronous_batching_under_pressure_is_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     allow_async_batching(monkeypatch)

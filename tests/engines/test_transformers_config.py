@@ -30,6 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.every_day(*(f"{name}-{('llama', 'gemma3')[i % 2]}" for i, name in enumerate(SETTINGS)))
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting_is_clean(monkeypatch: pytest.MonkeyPatch, kind: str, name: str) -> None:
@@ -53,6 +54,7 @@ def test_every_setting_is_clean(monkeypatch: pytest.MonkeyPatch, kind: str, name
     run_clean(monkeypatch, kind, scenario, config=config, options={"num_blocks": 24})
 
 
+@pytest.mark.every_day("mistral", "gemma3")
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3", "gptoss"])
 def test_lengths_at_multiples_of_page_and_window_are_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     edges = sorted({n + d for n in (PAGE, 2 * PAGE, 3 * PAGE, WINDOW, 2 * WINDOW) for d in (-1, 0, 1)})
@@ -68,6 +70,7 @@ def test_lengths_at_multiples_of_page_and_window_are_clean(monkeypatch: pytest.M
     run_clean(monkeypatch, kind, scenario, config=config)
 
 
+@pytest.mark.every_day(f"{2 * PAGE}-llama", f"{2 * PAGE + 3}-gemma3", f"{5 * PAGE}-llama")
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize("length", [2 * PAGE, 2 * PAGE + 3, 5 * PAGE])
 def test_cold_prefills_of_one_prompt_in_one_step_are_clean(

@@ -164,6 +164,7 @@ def test_with_whole_rows_of_one_layer_covered_every_flip_is_found() -> None:
     assert set(canary.summary().reasons) == {"K", "V"}
 
 
+@pytest.mark.every_day("gemma3")
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_with_sampled_bytes_exactly_the_covered_flips_are_found(kind: str) -> None:
     wide = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 4} if kind == "llama" else {}

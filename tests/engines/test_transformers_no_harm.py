@@ -96,6 +96,16 @@ def test_an_identity_that_fails_costs_no_request(model: Any, wanted: list[Any], 
     assert any("describing a forward" in part for part in summary.failures)
 
 
+@pytest.mark.every_day(
+    "chain_tails-2-before",
+    "verify_prefixes-1-behind",
+    "verify_prefixes-5-before",
+    "verify_resolved-2-behind",
+    "write-1-before",
+    "write-2-behind",
+    "retire-1-before",
+    "retire-2-behind",
+)
 @pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
 @pytest.mark.parametrize(
     ("op", "at"),

@@ -76,6 +76,7 @@ def wrapped(objects: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.every_day("gemma3")
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_text_is_the_same_before_during_and_after(kind: str) -> None:
     model, prompts = make_model(kind), Prompts().of_lengths(*LENGTHS)
@@ -93,6 +94,7 @@ def test_the_text_is_the_same_before_during_and_after(kind: str) -> None:
     assert canary.summary() == summary
 
 
+@pytest.mark.every_day("gptoss")
 @pytest.mark.parametrize("kind", MODELS)
 def test_uninstalling_leaves_no_wrapped_method(kind: str) -> None:
     model = make_model(kind)

@@ -119,6 +119,7 @@ def test_a_block_that_outlives_the_one_before_it_follows_nothing_known(monkeypat
     assert unknown.tolist() == [2 * PAGE]
 
 
+@pytest.mark.every_day("False-llama", "True-gemma3")
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("tight", [False, True])
 def test_healthy_sweeps_and_quarantine_find_nothing(monkeypatch: pytest.MonkeyPatch, kind: str, tight: bool) -> None:

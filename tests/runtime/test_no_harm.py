@@ -56,6 +56,7 @@ def strike(true: Callable[..., Any], *, at: int, behind: bool) -> Callable[..., 
     return call
 
 
+@pytest.mark.every_day(*(f"{op}-{1 + i % 3}-{where}" for op in OPS for i, where in enumerate(("before", "behind"))))
 @pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
 @pytest.mark.parametrize("at", [1, 2, 3])
 @pytest.mark.parametrize("op", OPS)

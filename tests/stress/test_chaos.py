@@ -40,6 +40,7 @@ def test_transformers_answers_as_without_a_canary(tmp_path: Path) -> None:
     assert tally.steps > 20
 
 
+@pytest.mark.every_day("contain")
 @pytest.mark.parametrize("broken", ["forget", "contain"])
 def test_a_canary_that_spoils_an_engine_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
@@ -80,6 +81,7 @@ def test_faults_strike_before_and_behind_and_as_often_as_they_are_told() -> None
     assert ops.write is true
 
 
+@pytest.mark.long
 def test_the_command_writes_what_came_of_it(tmp_path: Path) -> None:
     path = tmp_path / "chaos.json"
     arguments = ["--minutes", "0.05", "--jobs", "1", "--transformers", "0", "--json", str(path)]

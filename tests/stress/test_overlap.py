@@ -16,7 +16,12 @@ from kv_canary.difftest.stress.overlapped_engine import OverlapConfig, Overlappe
 CANARY = CanaryConfig(backend="reference", sweep_every=5, check_tokens=True, check_inputs=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"late": True}, {"window": 40}, {"window": 40, "late": True}])
+@pytest.mark.every_day("in time", "late, windowed")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"late": True}, {"window": 40}, {"window": 40, "late": True}],
+    ids=["in time", "late", "in time, windowed", "late, windowed"],
+)
 def test_a_step_ahead_of_the_device_there_is_no_false_alarm(options: dict[str, Any]) -> None:
     engine = OverlappedEngine(OverlapConfig(**options), canary=CANARY, device="cpu")
     engine.run(80)

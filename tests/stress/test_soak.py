@@ -198,6 +198,7 @@ def invoke(command: Any, *arguments: str) -> Result:
     return CliRunner().invoke(command, list(arguments))
 
 
+@pytest.mark.long
 def test_the_commands_run_and_write_their_facts(tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
     result = invoke(soak.main, "--engine-steps", "40", "--forwards", "0", "--json", str(path), "--commit", "abc")
@@ -291,6 +292,7 @@ def test_a_device_that_is_not_there_is_misuse(monkeypatch: pytest.MonkeyPatch) -
         assert "device must be there, got cuda" in result.output
 
 
+@pytest.mark.every_day("req_to_token-SWA", "real_kv_used-FULL")
 @pytest.mark.parametrize("group", detection.GROUPS)
 @pytest.mark.parametrize("mode", MODES)
 def test_faults_are_found_and_nothing_else_is_blamed(mode: str, group: str) -> None:
