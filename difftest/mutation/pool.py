@@ -33,8 +33,8 @@ from kv_canary.specs import get_spec
 
 # A child that says nothing for so long hangs: a call takes below a second, compiling a kernel for a GPU longer.
 SECONDS_PER_CASE = {"cpu": 30.0, "cuda": 180.0}
-# Of all ops together, those first that killed most: a look whether the argument still holds.
-CALLS_OF_EQUIVALENTS = 60
+# Of all ops together, those first that killed most: what code meets that is known, or argued, to do the same.
+FEW_CALLS = 60
 Cases = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
@@ -46,6 +46,25 @@ class Verdict:
     op: str = ""
     case: int = -1
     detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """A source to run instead of a file's.
+
+    Args:
+        key: whose verdict it is.
+        file: that it replaces, as kernels/plan.py.
+        text: of the source.
+        ops: whose calls it meets; None: of all that reach the file.
+        most: how many of these, those first that killed most; None: all.
+    """
+
+    key: Any
+    file: str
+    text: str
+    ops: Sequence[str] | None = None
+    most: int | None = None
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -74,38 +93,32 @@ class Pool:
         Raises:
             RuntimeError: otherwise.
         """
-        unchanged: dict[str, Verdict] = {}
+        unchanged: dict[tuple[str, str], Verdict] = {}
         lethal: dict[str, Verdict] = {}
-        self.run([(file, file, read_source(file)) for file in files], unchanged.__setitem__)
-        self.run([(file, file, without_effect(read_source(file))) for file in files], lethal.__setitem__)
+        # Of every op each call once, and through every file some: all of both is the same code again and again.
+        whole = {op: file for file in files for op in reached_ops(file)}
+        again = [Source(key=(file, ""), file=file, text=read_source(file), most=FEW_CALLS) for file in files]
+        again += [Source(key=(file, op), file=file, text=read_source(file), ops=(op,)) for op, file in whole.items()]
+        self.run(again, unchanged.__setitem__)
+        emptied = [Source(key=file, file=file, text=without_effect(read_source(file))) for file in files]
+        self.run(emptied, lethal.__setitem__)
         self.kills.clear()
+        for (file, _), verdict in unchanged.items():
+            if verdict.outcome:
+                got = f"{verdict.outcome} at call {verdict.case} of {verdict.op}: {verdict.detail}"
+                raise RuntimeError(must_be("difftest", file, "right as it is", got))
         for file in files:
-            if unchanged[file].outcome:
-                got = f"{unchanged[file].outcome} at call {unchanged[file].case} of {unchanged[file].op}"
-                raise RuntimeError(must_be("difftest", file, "right as it is", f"{got}: {unchanged[file].detail}"))
             if not lethal[file].outcome:
                 raise RuntimeError(must_be("difftest", f"{file} without any effect", "noticed", "no difference"))
 
-    def run(
-        self,
-        sources: Iterable[tuple[Any, str, str]],
-        on_verdict: Callable[[Any, Verdict], None],
-        *,
-        equivalent: Callable[[Any], bool] = lambda key: False,
-    ) -> None:
-        """Run every (key, file, text) and tell the verdict on each.
-
-        Args:
-            equivalent: whether a key is of code that is argued to do the same: it meets `CALLS_OF_EQUIVALENTS` calls.
-        """
+    def run(self, sources: Iterable[Source], on_verdict: Callable[[Any, Verdict], None]) -> None:
+        """Run every source and tell the verdict on each."""
         pending = deque(sources)
         running: dict[Connection, _Child] = {}
         try:
             while pending or running:
                 while pending and len(running) < self.jobs:
-                    key, file, text = pending.popleft()
-                    most = CALLS_OF_EQUIVALENTS if equivalent(key) else None
-                    pipe, child = self._start(key, file, text, most)
+                    pipe, child = self._start(pending.popleft())
                     running[pipe] = child
                 limit = SECONDS_PER_CASE[self.device]
                 for pipe in [p for p in wait(list(running), timeout=1.0) if isinstance(p, Connection)]:
@@ -121,24 +134,26 @@ class Pool:
             for pipe, child in running.items():
                 self._end(pipe, child)
 
-    def _start(self, key: Any, file: str, text: str, most: int | None) -> tuple[Connection, _Child]:
+    def _start(self, source: Source) -> tuple[Connection, _Child]:
         self.started += 1
         ours, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
-        ops = reached_ops(file)
+        ops = source.ops or reached_ops(source.file)
         order = sorted(
             ((op, i) for op in ops for i in range(len(self.cases[op]))),
             key=lambda call: (-self.kills[call], call[1], call[0]),
-        )[:most]
+        )[: source.most]
         folder = self.folder / str(self.started)
         process = multiprocessing.get_context("fork").Process(
-            target=_serve, args=(theirs, file, text, folder, self.cases, order, self.device), daemon=True
+            target=_serve,
+            args=(theirs, source.file, source.text, folder, self.cases, order, self.device),
+            daemon=True,
         )
         with warnings.catch_warnings():
             # Libraries of this process may own idle threads; its children use none of what these could hold.
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
         theirs.close()
-        return ours, _Child(key=key, process=process, folder=folder)
+        return ours, _Child(key=source.key, process=process, folder=folder)
 
     def _hear(self, pipe: Connection, child: _Child) -> Verdict | None:
         try:

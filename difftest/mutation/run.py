@@ -24,7 +24,7 @@ from kv_canary import backends
 from kv_canary.cases.casefile import versions
 from kv_canary.difftest.mutation.mutants import Mutant, make_mutants
 from kv_canary.difftest.mutation.overlay import is_runtime, reached_ops, runtime_files, source_files
-from kv_canary.difftest.mutation.pool import Pool, Verdict, cases_of
+from kv_canary.difftest.mutation.pool import FEW_CALLS, Pool, Source, Verdict, cases_of
 from kv_canary.difftest.mutation.runtime import line_map, run_runtime_mutants
 from kv_canary.errors import must_be
 
@@ -167,8 +167,12 @@ def run_mutants(
             backends.implementation(op, "triton")
         pool = Pool(cases=drawn, device=device, jobs=jobs, folder=Path(folder))
         pool.check_itself(run_files)
-        sources = [(m, m.file, m.text) for m in mutants if not is_runtime(m.file)]
-        pool.run(sources, receive, equivalent=lambda mutant: mutant.id in reasons)
+        sources = (
+            Source(key=m, file=m.file, text=m.text, most=FEW_CALLS if m.id in reasons else None)
+            for m in mutants
+            if not is_runtime(m.file)
+        )
+        pool.run(sources, receive)
         if runtime:
             run_runtime_mutants(runtime, line_map(jobs=jobs), jobs=jobs, on_verdict=receive)
     ordered = tuple(results[mutant.id] for mutant in mutants if mutant.id in results)

@@ -21,7 +21,7 @@ from kv_canary.difftest.mutation.cli import mutants as mutants_command
 from kv_canary.difftest.mutation.mutants import make_mutants, mutants_of
 from kv_canary.difftest.mutation.overlay import overlaid, reached_ops, read_source, source_files
 from kv_canary.difftest.mutation.planted import PLANTED_BUGS, find_planted, plant, planted, planted_source
-from kv_canary.difftest.mutation.pool import Pool, Verdict, cases_of
+from kv_canary.difftest.mutation.pool import Pool, Source, Verdict, cases_of
 from kv_canary.difftest.mutation.run import (
     MutantResult,
     MutantStatus,
@@ -43,7 +43,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Pool:
 
 def verdict_of(pool: Pool, file: str, text: str) -> Verdict:
     verdicts: dict[str, Verdict] = {}
-    pool.run([("it", file, text)], verdicts.__setitem__)
+    pool.run([Source(key="it", file=file, text=text)], verdicts.__setitem__)
     return verdicts["it"]
 
 
@@ -143,15 +143,13 @@ def test_the_run_checks_itself(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> N
         pool.check_itself(["kernels/retire.py"])
 
 
-def test_what_is_argued_equivalent_meets_some_calls_only(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_meets_the_calls_that_it_is_given(pool: Pool) -> None:
     text = mutation_pool.without_effect(read_source("kernels/retire.py"))
-    seen: list[Verdict] = []
-    for calls in (0, 60):
-        monkeypatch.setattr(mutation_pool, "CALLS_OF_EQUIVALENTS", calls)
-        pool.run(
-            [("a", "kernels/retire.py", text)], lambda key, verdict: seen.append(verdict), equivalent=lambda key: True
-        )
-    assert [bool(verdict.outcome) for verdict in seen] == [False, True]
+    seen: dict[Any, Verdict] = {}
+    kinds = ((0, None), (60, None), (None, ("move",)))
+    sources = [Source(key=kind, file="kernels/retire.py", text=text, most=kind[0], ops=kind[1]) for kind in kinds]
+    pool.run(sources, seen.__setitem__)
+    assert [bool(seen[kind].outcome) for kind in kinds] == [False, True, False]
 
 
 def retired(backend: str) -> list[int]:

@@ -168,5 +168,6 @@ def _batching(**options: Any) -> ContinuousBatchingConfig:
 
 
 def _unpinned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    # A machine without a GPU cannot pin memory.
-    return lambda *args, pin_memory=False, **options: empty(*args, **options)
+    # A machine without a GPU cannot pin memory. What is in memory that nothing was written to may be anything, and the
+    # report of a copy that came too early says what: here it is zero.
+    return lambda *args, pin_memory=False, **options: empty(*args, **options).zero_()
