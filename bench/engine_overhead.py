@@ -1,4 +1,4 @@
-"""What does the canary cost a real engine? Transformers' continuous batching, a Llama of 8 billion parameters, a GPU.
+"""The canary's cost in a real engine: transformers' continuous batching, a Llama of 8 billion parameters, a GPU.
 
     python -m kv_canary.bench.engine_overhead --out engine_overhead.json
 

@@ -1,4 +1,4 @@
-"""When a forward's parts begin and end, by CUDA events and by the host's clock, from outside of engine and canary."""
+"""The times of a forward's parts, by CUDA events and by the host's clock, from outside of engine and canary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does the canary cost the host thread, in microseconds per forward?
+"""The canary's cost to the host thread, in microseconds per forward.
 
 A decode batch without a model: every forward extends each request by one token, and the host times `begin`, `head`,
 `tail` and `end`; the device is waited for every so many forwards only, so that the host is never held up by it. Once

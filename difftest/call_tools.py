@@ -40,7 +40,7 @@ def weigh(spec: KernelSpec, call: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def digest(spec: KernelSpec, call: Mapping[str, Any]) -> bytes:
-    """What tells one call from another."""
+    """The digest that tells one call from another."""
     whole = hashlib.blake2b(repr(list(numbers(spec, call))).encode(), digest_size=16)
     for leaf in spec.leaves(call):
         if leaf.role != "scratch":

@@ -40,7 +40,7 @@ REPORT_EVERY_S = 0.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Campaign:
-    """What to run.
+    """The settings of a campaign.
 
     Args:
         targets: ops, and `ENGINE`; empty: all.
@@ -101,7 +101,7 @@ class Finding:
 
 @dataclasses.dataclass(kw_only=True)
 class TargetStats:
-    """What a campaign ran of one target."""
+    """The counts of one target in a campaign."""
 
     cases: int = 0
     seconds: float = 0.0
@@ -109,7 +109,7 @@ class TargetStats:
 
 @dataclasses.dataclass(kw_only=True)
 class CampaignResult:
-    """What came of a campaign."""
+    """The result of a campaign."""
 
     stats: dict[str, TargetStats]
     findings: dict[tuple[str, ...], Finding]
@@ -228,7 +228,7 @@ class _Over(KeyboardInterrupt):
 
 
 class _Job:
-    """One process of a campaign: what it has run, what it knows, and how it tells."""
+    """A process of a campaign: what it has run, what it knows, and how it tells."""
 
     def __init__(self, campaign: Campaign, index: int, generation: int, start: float, events: Any, stop: Event) -> None:
         from kv_canary.difftest.databases import open_database

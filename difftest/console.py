@@ -1,4 +1,4 @@
-"""What people see of campaigns and replays: a live line, tables, and a difference laid out byte by byte."""
+"""The console output of campaigns and replays: a live line, tables, and a difference laid out byte by byte."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def live_progress(console: Console, campaign: Campaign) -> Iterator[Callable[[Ca
 
 
 def covered(result: CampaignResult) -> str:
-    """How many of the pairs of features that can meet have met."""
+    """The number of pairs of features that have met, of those that can meet."""
     feasible = feasible_pairs()
     return f"{len(feasible & set(result.coverage.pairs))}/{len(feasible)}"
 

@@ -1,4 +1,4 @@
-"""Which features have met: how many cases had each feature and each pair, and which pairs none had."""
+"""Coverage by features: how many cases had each feature and each pair, and which pairs none had."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def feasible_pairs() -> frozenset[Pair]:
 
 @dataclass(eq=False)
 class Coverage:
-    """How many cases had each feature and each pair. A case is a call, or all calls of one round of an engine."""
+    """Counts of the cases that had each feature and each pair; a case is a call, or all calls of an engine's round."""
 
     cases: int = 0
     features: Counter[str] = field(default_factory=Counter)

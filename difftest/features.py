@@ -1,4 +1,4 @@
-"""Which features of the domain a call has, read off its arguments alone, and which have met in one case."""
+"""The features of the domain that a call has, read off its arguments alone."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _prefixes(
 
 
 def _expected(a: Mapping[str, Any]) -> Features:
-    """What there is of a token to expect."""
+    """The features of the tokens to expect."""
     if a["expected_tokens"] is not None:
         yield "tokens:expected"
     if a["token_offset"]:
@@ -135,7 +135,7 @@ def _verify_resolved(a: Mapping[str, Any]) -> Features:
 
 
 def _checked(a: Mapping[str, Any], slots: torch.Tensor) -> Features:
-    """What the ops that check the records of `slots` have in common."""
+    """The features that the ops which check the records of `slots` have in common."""
     records = a["endpoint"].records
     if bool((slots == 0).any()):
         yield "slot:unmapped"
@@ -195,7 +195,7 @@ def _retire(a: Mapping[str, Any]) -> Features:
 
 
 def _slots(a: Mapping[str, Any], *slots: torch.Tensor) -> Features:
-    """What move and retire have in common."""
+    """The features that move and retire have in common."""
     num_slots = len(a["records"][0])
     if any(bool(((s < 0) | (s >= num_slots)).any()) for s in slots):
         yield "hostile:value"
@@ -271,7 +271,7 @@ def _requests(rows: torch.Tensor) -> Features:
 
 
 def _launch(a: Mapping[str, Any]) -> Features:
-    """What write and the ops that verify have in common."""
+    """The features that write and the ops that verify have in common."""
     endpoint: Endpoint = a["endpoint"]
     sources = {"k": endpoint.k_source, "v": endpoint.v_source}
     given = [name for name, source in sources.items() if source is not None]
@@ -337,7 +337,7 @@ def _giant(tensor: torch.Tensor) -> Features:
 
 
 def _tile(name: str, n: int, *, of: tuple[str, str]) -> Features:
-    """How `n` elements of a kind lie to the tiles of an op's Triton kernel."""
+    """The relation of `n` elements of a kind to the tiles of an op's Triton kernel."""
     op, kind = of
     # Not imported earlier: whether Triton interprets is settled when it is imported.
     size = importlib.import_module(f"kv_canary.kernels.{op}").TILES[kind]

@@ -86,7 +86,7 @@ def guarded(
 
 @contextlib.contextmanager
 def room_for(spec: KernelSpec, arguments: Mapping[str, Any], *, device: torch.device | str) -> Iterator[None]:
-    """Let no other process on this machine have giant tensors on its GPUs for as long as this call has, if it has any.
+    """Keep other processes on this machine from giant tensors on its GPUs for as long as this call has any.
 
     Their memory is there for one such call at a time, and is given back before the next.
     """

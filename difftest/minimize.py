@@ -126,7 +126,7 @@ class _Search:
             self._make_room(name)
 
     def _make_room(self, name: str) -> None:
-        """Let a log be empty, and as long as it takes: which rows a full one has room for changes with everything."""
+        """Make a log empty, and as long as it takes: which rows a full one has room for changes with everything."""
         log = self.best[name]
         count, capacity = int(log.count), len(log.ring)
         if count == 0:

@@ -17,7 +17,7 @@ from kv_canary.specs import get_spec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replay:
-    """How a saved case fared: None where it no longer fails, and what differs where outputs do."""
+    """The outcome of replaying a saved case: None where it no longer fails, and what differs where outputs do."""
 
     mismatch: Mismatch | None
     differences: list[Difference]

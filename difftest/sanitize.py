@@ -38,7 +38,7 @@ _ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazar
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SanitizerResult:
-    """What one tool saw: calls and kernel launches by op, errors, and the tool's own words where there were any."""
+    """The account of one tool: calls and kernel launches by op, errors, and the tool's own words if there were any."""
 
     tool: str
     calls: Mapping[str, int]

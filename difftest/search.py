@@ -1,4 +1,4 @@
-"""What every registered op is put through, and how its cases are searched for one that fails."""
+"""The search for a failing case of an op, and the checks that every call is put through."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which program of which kernel wrote a byte: a launch in Triton's interpreter, watched."""
+"""The search for the program that wrote a byte: a launch in Triton's interpreter, watched."""
 
 from __future__ import annotations
 

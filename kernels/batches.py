@@ -26,7 +26,7 @@ _LENGTH_RANGE = tl.constexpr(int(Status.LENGTH_RANGE))
 
 
 class Batch(NamedTuple):
-    """What a kernel is told of the requests of a forward."""
+    """The requests of a forward, as a kernel is given them."""
 
     rows: Any
     prefix_lens: Any
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a kernel is told of a `WritePlan`."""
+    """A `WritePlan`, as a kernel is given it."""
 
     rows: Any
     owners: Any
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What a kernel is told of where cached positions lie, and from which one on they are read."""
+    """The tables of cached positions, and the position from which on they are read, as a kernel is given them."""
 
     req_to_token: Any
     row_stride: Any
@@ -62,7 +62,7 @@ class Tables(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What a kernel is told of the tokens to expect."""
+    """The tokens to expect, as a kernel is given them."""
 
     ptr: Any
     row_stride: Any

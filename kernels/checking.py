@@ -1,4 +1,4 @@
-"""What one entry's check is: a slot's record against its predecessor's, its position, its token and the K/V bytes."""
+"""The check of one entry: a slot's record against its predecessor's, its position, its token and the K/V bytes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _wide(endpoint: Endpoint) -> bool:
 
 @triton.jit
 def of_run(words, begins, BLOCK: tl.constexpr):
-    """What the run that each entry of a tile stands in has where it begins; the tile's first entry begins one."""
+    """The value of `words` where the run of each entry of a tile begins; the tile's first entry begins one."""
     begin = tl.associative_scan(tl.where(begins, tl.arange(0, BLOCK), 0), 0, _later)
     return tl.gather(words, begin, 0)
 

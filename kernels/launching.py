@@ -1,4 +1,4 @@
-"""What every launch needs to decide: how many programs, and in which interpreter."""
+"""The decisions of every launch: how many programs, and in which interpreter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ INTERPRETER_ENTRIES = 48
 
 @triton.jit
 def begin(OVERLAPS: tl.constexpr):
-    """What a kernel does first: wait until what was launched before it is over, and let what comes next be prepared.
+    """Wait until what was launched before the kernel is over, and let what comes next be prepared.
 
     With programmatic dependent launch, a kernel is brought to the device while the one before it still runs.
     """

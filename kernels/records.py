@@ -14,7 +14,7 @@ _WORDS = tl.constexpr(RECORD_WORDS)
 
 
 class Records(NamedTuple):
-    """What a kernel is told of a record buffer.
+    """A record buffer, as a kernel is given it.
 
     Fields: address of the first record, records from one slot's to the next one's, and slots.
     """

@@ -1,4 +1,4 @@
-"""What kernels report: rows appended to the violation log, and the status of a launch."""
+"""The reports of kernels: rows appended to the violation log, and the status of a launch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LENGTH_RANGE = tl.constexpr(int(Status.LENGTH_RANGE))
 
 
 class Log(NamedTuple):
-    """What a kernel is told of a `ViolationLog`."""
+    """A `ViolationLog`, as a kernel is given it."""
 
     ring: Any
     capacity: Any

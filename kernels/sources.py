@@ -17,7 +17,7 @@ MAX_BLOCK_WORDS = 32
 
 
 class Source(NamedTuple):
-    """What a kernel is told of a `KvSource`.
+    """A `KvSource`, as a kernel is given it.
 
     Fields: the table of layer addresses, and the geometry as `KvSource` names it, `num_tokens` being those of a layer.
     Where layers, windows and tokens of a page are POWERS of two, `layer_bits` and `page_bits` are their logarithms.
@@ -146,7 +146,7 @@ def end_fingerprint(source, begun, valid):
 
 @triton.jit
 def _covered(source, window_bytes, first, valid):
-    """Which of words [first, first + BLOCK_WORDS) of each lane's window there are."""
+    """The mask of words [first, first + BLOCK_WORDS) of each lane's window that there are."""
     j = first + tl.arange(0, source.BLOCK_WORDS).to(tl.int64)
     covered = valid[:, None] & (j[None, :] >= 0)
     if source.WHOLE_STEPS == 0:

@@ -51,7 +51,7 @@ _PREFIX = tl.constexpr(int(Reason.PREFIX))
 
 
 class Inputs(NamedTuple):
-    """What a kernel is told of the tokens of a forward, and of the rows that they belong to."""
+    """The tokens of a forward and the rows that they belong to, as a kernel is given them."""
 
     tokens: Any
     positions: Any
@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
 
 @triton.jit
 def _lay_out(plan, inputs, first, n, REQUESTS: tl.constexpr):
-    """Of requests [first, first + REQUESTS): row, first token, tokens, tokens of these requests before, and of all.
+    """Return, of requests [first, first + REQUESTS): row, first token, tokens, those of requests before, and of all.
 
     Those past the first n of the plan, padding and rows out of range have no tokens.
     """
@@ -161,7 +161,7 @@ def _read_tile(
     TILE: tl.constexpr,
     TILE_BITS: tl.constexpr,
 ):
-    """Of tokens [entry, entry + TILE) of requests laid out from `first` on: what is wrong, and what is to be stored.
+    """Return, of tokens [entry, entry + TILE) of requests laid out from `first` on, what is wrong, and what to store.
 
     carry: the chain before the tile, which counts where its first token is not the first of its request; or None.
     early: the flat inputs from `entry` on, which in most decode batches are the tile's tokens; or None.

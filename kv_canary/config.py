@@ -1,4 +1,4 @@
-"""What an operator can choose, by argument or by environment."""
+"""The settings that an operator can choose, by argument or by environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Records = Literal["one", "head_and_tail"]
 
 @dataclass(frozen=True, kw_only=True)
 class CanaryConfig:
-    """How the canary behaves. Each field can also come from the environment: `KV_CANARY_<FIELD>`, see `from_env`.
+    """The canary's settings. Each field can also come from the environment: `KV_CANARY_<FIELD>`, see `from_env`.
 
     Args:
         mode: "log" reports violations and goes on; "raise" also raises `CanaryViolationError`, at the next step; "off"

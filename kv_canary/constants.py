@@ -74,7 +74,7 @@ class Tag(IntEnum):
 
 
 class Status(IntFlag):
-    """What a launch found wrong with its inputs; each launch assigns the whole word."""
+    """Flags for what a launch found wrong with its inputs; each launch assigns the whole word."""
 
     OVERFLOW = 1
     ROW_RANGE = 2

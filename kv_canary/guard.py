@@ -1,4 +1,4 @@
-"""What keeps the canary's own failures from the engine: they are counted, said once and shown, and go no further."""
+"""The guard between the canary's own failures and the engine: these are counted, said once and shown."""
 
 from __future__ import annotations
 

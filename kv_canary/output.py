@@ -1,4 +1,4 @@
-"""What the canary says and saves, done in a thread of its own: an engine's thread never waits for a log or a disk.
+"""The thread that says and saves for the canary: an engine's thread never waits for a log or a disk.
 
 `logger` is used like one of `logging`'s and hands its lines to that thread; `post` hands over any other work. What
 waits is bounded: beyond that, work is dropped, counted, and said once there is room again. Nothing that goes wrong with

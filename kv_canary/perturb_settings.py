@@ -1,4 +1,4 @@
-"""What to damage, and when."""
+"""The settings of fault injection: what to damage, and when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line per key and interval, and so many a minute: what would fill a log is held back, and counted."""
+"""A limit of one line per key and interval, and so many a minute: what would fill a log is held back, and counted."""
 
 from __future__ import annotations
 

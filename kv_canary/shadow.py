@@ -41,7 +41,7 @@ WHOLE_BYTES = 1 << 24
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShadowConfig(ShadowSettings):
-    """How the shadow backend works in this process: the settings that the environment may give, and a callback.
+    """The settings of the shadow backend in this process: those that the environment may give, and a callback.
 
     Args:
         on_difference: called with the failure and its file (None past `most_files`); what it raises is logged.
@@ -52,7 +52,7 @@ class ShadowConfig(ShadowSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShadowSummary:
-    """What the shadow backend has done in this process: launches by op, how many were compared, what differed."""
+    """The counts of the shadow backend in this process: launches by op, how many were compared, what differed."""
 
     launches: Mapping[str, int]
     compared: Mapping[str, int]

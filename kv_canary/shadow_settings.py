@@ -1,4 +1,4 @@
-"""What the environment says of the shadow backend."""
+"""The environment's settings of the shadow backend."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ RECENT_STEPS = 64
 
 
 class CanaryStatus(StrEnum):
-    """How well a canary sees, from good to bad."""
+    """Words for how well a canary sees, from good to bad."""
 
     #: No step yet, or the canary is off.
     DISABLED = "disabled"
@@ -26,7 +26,7 @@ class CanaryStatus(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class CanarySummary:
-    """What the canary has done so far, as of the last drained step.
+    """The canary's account of itself, as of the last drained step.
 
     Args:
         status: how well the canary sees.

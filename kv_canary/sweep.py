@@ -24,7 +24,7 @@ CHUNK = 1 << 18
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CachedSlots:
-    """What a prefix cache holds for one group: the slot of every cached position, once each.
+    """The content of a prefix cache for one group: the slot of every cached position, once each.
 
     Args:
         group: name of the group.

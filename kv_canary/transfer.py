@@ -66,7 +66,7 @@ class TransferBuffer:
 
 @dataclass(frozen=True, kw_only=True)
 class Landing:
-    """What one landing did, in slots.
+    """The account of one landing, in slots.
 
     Args:
         received: stamped with the receiver's owner.

@@ -1,1 +1,1 @@
-"""How fast the ops are, case by case, beside the floors that memory sets and beside a peer: `kv-canary bench`."""
+"""The speed of the ops, case by case, beside the floors that memory sets and beside a peer: `kv-canary bench`."""

@@ -1,4 +1,4 @@
-"""What is measured: the cases by name, and their shapes cut down for a CPU."""
+"""The measured cases by name, and their shapes cut down for a CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One thing to measure.
+    """A case to measure.
 
     Args:
         name: as results name it.

@@ -1,4 +1,4 @@
-"""What memory can do at best, measured in the same run: a copy, and a gather of the very sectors that HEAD reads."""
+"""The best that memory can do, measured in the same run: a copy, and a gather of the very sectors that HEAD reads."""
 
 # Kernels annotate their compile-time arguments only.
 # ruff: noqa: ANN001, ANN202
@@ -49,7 +49,7 @@ def _gather(records_ptr, slots_ptr, memory_ptr, k_ptr, v_ptr, n, out_ptr, BLOCK:
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What the device reaches on its own.
+    """The rates that the device reaches on its own.
 
     Args:
         copy_bytes_per_ms: read and written.

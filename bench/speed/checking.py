@@ -84,7 +84,7 @@ def expect_launches(state: State, work: Work, launches: Sequence[tuple[str, int]
 
 
 def _counted(call: Call) -> int:
-    """What one launch of a call adds to its counter."""
+    """Return what one launch of a call adds to its counter."""
     arguments = call.arguments
     if call.op == "write":
         return int((arguments["out_slots"] > 0).sum())

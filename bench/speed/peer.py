@@ -42,7 +42,7 @@ HEAD_K, HEAD_V, TAIL_K, TAIL_V = range(4)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PeerWork:
-    """What the peer launches for a case, with its count of violations."""
+    """The peer's launches for a case, with its count of violations."""
 
     launch: Launch
     compared: str

@@ -1,4 +1,4 @@
-"""What a result says, as pictures: SVG, on a light page or a dark one."""
+"""Pictures of a result: SVG, on a light page or a dark one."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ OURS, PEER = "ours", "peer"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to measure.
+    """The settings of a measurement.
 
     Args:
         device: "cpu" or "cuda".
@@ -67,7 +67,7 @@ class _Counted:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Bench:
-    """What measures here: the device, the backend whose ops are measured, and the peer."""
+    """The parts of a measurement: the device, the backend whose ops are measured, and the peer."""
 
     settings: Settings
     clock: Clock

@@ -1,4 +1,4 @@
-"""What a result says, as tables: for a terminal, and in Markdown for a page."""
+"""Tables of a result: for a terminal, and in Markdown for a page."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _columns(*, beside: bool, wide: bool) -> list[str]:
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
-    """What a case's row, or a part's, says in each column."""
+    """Return the cells of a case's row, or of a part's."""
     prefix = "ours_" if "case" in row else ""
     launches = _number(row["launches"])
     if row.get("peer_launches") is not None:

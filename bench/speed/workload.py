@@ -1,4 +1,4 @@
-"""What is launched for a case: the ops' calls, as the runtime makes them, and the bytes that they have to move."""
+"""The launches of a case: the ops' calls, as the runtime makes them, and the bytes that they have to move."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ SHAPE_CALLS = frozenset({"zeros", "full", "empty", "view"})
 
 
 class Kind(StrEnum):
-    """What a mutant changes."""
+    """The kind of change that a mutant makes."""
 
     CONSTANT = "constant"
     COMPARISON = "comparison"

@@ -1,4 +1,4 @@
-"""Which tests run which lines of the runtime; a program, `python line_map.py OUT ROOT TESTS...`, and what reads OUT.
+"""A map from lines of the runtime to the tests that run them: a program, `python line_map.py OUT ROOT TESTS...`.
 
 It stands alone: what is measured must not be imported before the measurement begins.
 """
@@ -48,9 +48,11 @@ def main(out: Path, root: Path, options: list[str]) -> None:
     """
     import coverage
 
+    # By what a path leads to, which is what coverage knows it by: the package may be one of links.
+    sources = (root / "kv_canary" / "__init__.py").resolve().parent
     sys.path.insert(0, str(root))
     os.environ["PYTHONPATH"] = str(root)
-    measured = coverage.Coverage(data_file=None, include=[f"{root}/kv_canary/*"], config_file=False)
+    measured = coverage.Coverage(data_file=None, include=[f"{sources}/*"], config_file=False)
     contexts = _Contexts(measured)
     measured.start()
     pytest.main(["-q", "-p", "no:cacheprovider", "--benchmark-disable", *options], plugins=[contexts])
@@ -61,7 +63,7 @@ def main(out: Path, root: Path, options: list[str]) -> None:
     lines: dict[str, dict[int, list[int]]] = {}
     for file in data.measured_files():
         # A failed test kills nothing by failing again.
-        lines[os.path.relpath(file, root)] = {
+        lines[os.path.relpath(file, sources.parent)] = {
             line: sorted(numbers[c] for c in found if c in numbers and c not in contexts.failed)
             for line, found in data.contexts_by_lineno(file).items()
         }

@@ -54,7 +54,7 @@ class Mutant:
 
     @property
     def num_lines(self) -> int:
-        """How many lines of the original are changed."""
+        """The number of lines of the original that are changed."""
         matcher = difflib.SequenceMatcher(a=self.original.splitlines(), b=self.text.splitlines(), autojunk=False)
         changed = [(first, end) for tag, first, end, _, _ in matcher.get_opcodes() if tag != "equal"]
         return max(1, changed[-1][1] - changed[0][0]) if changed else 1

@@ -40,7 +40,7 @@ Cases = Mapping[str, Sequence[Mapping[str, Any]]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a child saw: the outcome that killed the mutant, "" if none did."""
+    """The verdict of a child: the outcome that killed the mutant, "" if none did."""
 
     outcome: str = ""
     op: str = ""
@@ -211,7 +211,7 @@ def _serve(
     order: Sequence[tuple[str, int]],
     device: str,
 ) -> None:
-    """What a child does: load the changed source, then check call after call until one finds it."""
+    """Load the changed source in a child, then check call after call until one finds it."""
     _be_quiet_and_modest()
     os.environ["TRITON_CACHE_DIR"] = str(folder / "compiled")
     op, case = "", -1

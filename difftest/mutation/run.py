@@ -32,7 +32,7 @@ EQUIVALENT_MUTANTS = Path(__file__).with_name("equivalent_mutants.toml")
 
 
 class MutantStatus(StrEnum):
-    """What became of a mutant."""
+    """The fates that a mutant can have."""
 
     KILLED = "killed"
     EQUIVALENT = "equivalent"
@@ -41,7 +41,7 @@ class MutantStatus(StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MutantResult:
-    """What became of one mutant.
+    """The fate of one mutant.
 
     Args:
         outcome: name of the `Outcome` that killed it.

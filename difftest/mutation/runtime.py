@@ -38,7 +38,7 @@ SLACK_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class LineMap:
-    """Which tests run which lines.
+    """A map from lines of sources to the tests that run them.
 
     Args:
         tests: by number.
@@ -190,7 +190,7 @@ class _Server:
 
     @property
     def answers(self) -> Any:
-        """What can be read once the verdict is there."""
+        """The pipe that can be read once the verdict is there."""
         return self._process.stdout
 
     def result(self) -> tuple[Mutant, Verdict]:

@@ -18,7 +18,7 @@ SHRINK_S = 12.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """How one planted bug fared.
+    """The score of one planted bug.
 
     Args:
         found_after_s: from the start of each campaign, processes and imports included; None where the time was up.

@@ -1,4 +1,4 @@
-"""What the plain implementation computes with: records, chains, fingerprints and reports, in Python integers."""
+"""The naive implementation's arithmetic: records, chains, fingerprints and reports, in Python integers."""
 
 from __future__ import annotations
 

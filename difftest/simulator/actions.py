@@ -1,4 +1,4 @@
-"""What can happen to an engine, as values that can be drawn."""
+"""The actions that can happen to an engine, as values that can be drawn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kv_canary.difftest.simulator.op_calls import Call
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """One thing to happen.
+    """An action to happen.
 
     Args:
         kind: one of ACTIONS.
@@ -30,7 +30,7 @@ class Action:
 
 
 def perform(engine: Engine, action: Action) -> Iterator[Call]:
-    """Let `action` happen; yields the op calls that go with it, each to be made before the next is asked for."""
+    """Perform `action`; yield the op calls that go with it, each to be made before the next is asked for."""
     yield from ACTIONS[action.kind](engine, action)
 
 

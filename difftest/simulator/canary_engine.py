@@ -100,7 +100,7 @@ class CanaryEngine(Engine):
         self.after_forward: Callable[[ForwardBatch], None] | None = None
 
     def run(self, action: Action) -> None:
-        """Let `action` happen."""
+        """Perform `action`."""
         for call in perform(self, action):
             raise RuntimeError(f"kv-canary: difftest engine: a guarded engine must make no calls, got {call.op}")
 

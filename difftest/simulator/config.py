@@ -1,4 +1,4 @@
-"""What an engine is configured with."""
+"""The configuration of an engine."""
 
 from __future__ import annotations
 

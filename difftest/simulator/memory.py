@@ -1,4 +1,4 @@
-"""What one implementation of the ops keeps beside an engine."""
+"""The memory that one implementation of the ops keeps beside an engine."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class StepCalls:
         return Call(op="verify_resolved", make=make)
 
     def _prefixes(self, group: Group) -> Arguments:
-        """What says where cached positions lie."""
+        """The arguments that say where cached positions lie."""
         batch = self.batch
         return {
             "rows": batch.rows,
@@ -167,7 +167,7 @@ class StepCalls:
         }
 
     def _tokens(self, memory: Memory) -> Arguments:
-        """What says which tokens to expect there."""
+        """The arguments that say which tokens to expect there."""
         known = self.config.token_pool
         return {
             "expected_tokens": memory.token_pool if known else None,
@@ -176,7 +176,7 @@ class StepCalls:
         }
 
     def _check(self, group: Group, memory: Memory, *, at_tail: bool) -> Arguments:
-        """What records are checked against, and where that is told."""
+        """The arguments that records are checked against, and where that is told."""
         mine = memory.groups[group.name]
         return {
             "endpoint": mine.tail if at_tail else mine.head,

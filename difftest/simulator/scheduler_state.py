@@ -1,4 +1,4 @@
-"""How an engine keeps its books: pages, rows, tables, tokens and the prefix cache."""
+"""The state of an engine's scheduler: pages, rows, tables, tokens and the prefix cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Room = Generator[Call, None, bool]
 
 
 class SchedulerState:
-    """What an engine knows. Methods that change what is cached yield the calls that go with it."""
+    """The state of a scheduler. Methods that change what is cached yield the calls that go with it."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config

@@ -53,7 +53,7 @@ def draw_padding(draw: Any, rows: list[int]) -> list[int]:
 def make_hostile(
     draw: Any, batch: Batch, table: npt.NDArray[np.int32], lut: npt.NDArray[np.int64] | None, num_slots: int
 ) -> None:
-    """Let any number of the batch and its tables be anything."""
+    """Make any number of the batch and its tables anything."""
     num_rows, width = batch.num_rows, batch.width
     batch.rows = replace_some(draw, batch.rows, (*HOSTILE, num_rows))
     batch.rows = replace_some(draw, batch.rows, (num_rows,), most=1)

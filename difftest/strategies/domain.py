@@ -1,4 +1,4 @@
-"""What engines are made of, as strategies: lengths, pools, tables, KV sources, and records that fit them.
+"""Strategies for the parts of engines: lengths, pools, tables, KV sources, and records that fit them.
 
 Structure is drawn from Hypothesis, so that it shrinks; bulk content (tokens, bytes) comes from a drawn seed.
 """

@@ -122,7 +122,7 @@ def _call(draw: Any, world: World, entries: dict[str, list[int]], *, valid: int)
 
 
 def _use_high_bits(draw: Any, entries: dict[str, list[int]], records: torch.Tensor) -> None:
-    """Let some records hold tokens and positions from 2**31 on, or token 0, as their entries expect."""
+    """Make some records hold tokens and positions from 2**31 on, or token 0, as their entries expect."""
     for _ in range(draw(st.sampled_from([0, 3, 3])) if entries["slots"] else 0):
         i = draw(st.integers(0, len(entries["slots"]) - 1))
         slot = entries["slots"][i]

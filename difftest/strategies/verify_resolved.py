@@ -87,7 +87,7 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
 
 
 def _make_hostile(draw: Any, entries: list[list[int]], runs: list[list[int]], *, num_slots: int, bs: int) -> None:
-    """Let some words of some entries be what no table gave: other slots, positions and requests, and anything."""
+    """Make some words of some entries what no table gave: other slots, positions and requests, and anything."""
     outside = (*HOSTILE_32, _INT32_MAX - 1)
     slots = (*outside, 0, 0, 1, num_slots - 1, num_slots, num_slots + 1)
     previous, requests = (*slots, -3, -4), (*outside, bs, bs, bs + 1, bs - 1, 0, -1)

@@ -78,7 +78,7 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class _Batch:
-    """What is to be written while it is being drawn: requests, and their tokens one after the other."""
+    """A batch to be written, while it is being drawn: requests, and their tokens one after the other."""
 
     rows: list[int]
     prefix: list[int]
@@ -155,7 +155,7 @@ def _draw_requests(
 
 
 def _draw_extend(draw: Any, kind: str, *, long: bool) -> int:
-    """How many tokens one request writes."""
+    """Draw the number of tokens that one request writes."""
     if kind == "decode":
         return 1
     if kind == "many":
@@ -166,7 +166,7 @@ def _draw_extend(draw: Any, kind: str, *, long: bool) -> int:
 
 
 def _contradict(draw: Any, batch: _Batch, world: World, rng: np.random.Generator) -> None:
-    """Let seeds say something else than tails, or be none that can say anything."""
+    """Make seeds say something else than tails, or be none that can say anything."""
     for i, row in enumerate(batch.rows[:6]):
         # With no prefix nobody asks the seed.
         if often(draw, 5):
@@ -182,7 +182,7 @@ def _contradict(draw: Any, batch: _Batch, world: World, rng: np.random.Generator
 
 
 def _make_hostile(draw: Any, batch: _Batch, world: World) -> None:
-    """Let any of the batch's numbers be anything."""
+    """Make any of the batch's numbers anything."""
     num_tokens = len(batch.tokens)
     batch.rows = _distinct(replace_some(draw, batch.rows, (*HOSTILE, len(batch.tails))))
     batch.prefix = replace_some(draw, batch.prefix)
@@ -210,7 +210,7 @@ def _make_wrong(draw: Any, batch: _Batch, num_slots: int) -> list[int]:
 
 
 def _hold_others(rng: np.random.Generator, records: torch.Tensor, batch: _Batch, count: int) -> None:
-    """Let slots to be written hold what an overwrite is told from: others' records, equal in part to the new ones."""
+    """Make slots to be written hold what an overwrite is told from: others' records, equal in part to the new ones."""
     for r, (row, owner) in enumerate(zip(batch.rows, batch.owners, strict=True)):
         first, last = max(batch.offsets[r], 0), min(batch.offsets[r + 1], len(batch.tokens))
         if r >= count or not 0 < row < len(batch.tails) or first >= last:

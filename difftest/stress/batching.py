@@ -49,7 +49,7 @@ class BatchingLife:
 
 @dataclass(kw_only=True)
 class BatchingResult:
-    """What came of it; `relied_on` is counted beside the canary."""
+    """The result of a life; `relied_on` is counted beside the canary."""
 
     forwards: int
     relied_on: int

@@ -106,7 +106,7 @@ class Faults:
 
     @contextmanager
     def installed(self, places: Sequence[tuple[Any, str]] = PLACES) -> Iterator[Faults]:
-        """Let the faults happen inside the block, in this process."""
+        """Inject the faults inside the block, in this process."""
         with ExitStack() as stack:
             for op in OPS:
                 stack.enter_context(mock.patch.object(ops, op, self.failing(f"launch of {op}", getattr(ops, op))))

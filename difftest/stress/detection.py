@@ -62,7 +62,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What became of one life.
+    """The outcome of one life.
 
     Args:
         whose: names the life.
@@ -225,7 +225,7 @@ class Cell:
 
     @property
     def found(self) -> int:
-        """How many faults were found, of those that were relied on."""
+        """The number of faults that were found, of those that were relied on."""
         return sum(r.found for r in self.runs)
 
     @property

@@ -21,7 +21,7 @@ from kv_canary.reports import ViolationReport
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a report points: the step and launch site, and the row, position and slot that it verified or wrote."""
+    """The place that a report names: the step and launch site, and the row, position and slot verified or written."""
 
     step: int
     tag: str
@@ -72,7 +72,7 @@ class FaultyEngine(CanaryEngine):
 
     @property
     def injection(self) -> Injection | None:
-        """What was injected; None as long as nothing was."""
+        """The injected fault; None as long as there is none."""
         perturber = self.manager.perturber
         return perturber.injections[0] if perturber is not None and perturber.injections else None
 

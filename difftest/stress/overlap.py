@@ -83,7 +83,7 @@ def run_life(
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
-    """What a run left behind."""
+    """The outcome of a run."""
 
     records: dict[str, torch.Tensor]
     reports: list[str]

@@ -88,7 +88,7 @@ class _Request:
 
 @dataclass(eq=False, kw_only=True)
 class _Work:
-    """What a step does for a request. `used` is None until the host has read the step's result."""
+    """The work of a step for a request. `used` is None until the host has read the step's result."""
 
     request: _Request
     attempt: int

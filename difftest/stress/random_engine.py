@@ -44,7 +44,7 @@ class CountingEngine(CanaryEngine):
         self.during_forward = self._maybe_fail
 
     def act(self, action: Action) -> None:
-        """Let `action` happen; a model that fails ends it."""
+        """Perform `action`; a model that fails ends it."""
         try:
             self.run(action)
         except ModelFailedError:

@@ -21,7 +21,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a rank runs.
+    """The place where a rank runs.
 
     Args:
         ranks: the group of its canary.

@@ -30,7 +30,7 @@ def healthy(place: Place, *, steps: int) -> Facts:
 
 
 def costs(place: Place) -> Facts:
-    """What the exchanges add to the canary's time on the host: the same steps without any, and with one in each."""
+    """Measure what exchanges add to the canary's time on the host: the same steps without any, and with one in each."""
     found: dict[str, float] = {}
     configs: dict[str, dict[str, Any]] = {
         "alone": {},

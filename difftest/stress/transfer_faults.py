@@ -1,4 +1,4 @@
-"""What goes wrong between prefill and decode: one request, the target, is hit in one pool, by one fault at a time."""
+"""Faults between prefill and decode: one request, the target, is hit in one pool, by one fault at a time."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def damage_on_the_way(
 
 
 def overwrite(engine: TransferEngine, target: Request, *, pool: str) -> None:
-    """Let another request's forward write into one of the target's pages."""
+    """Make another request's forward write into one of the target's pages."""
     intruder = engine.add("intruder", range(1, PAGE + 1))
     page = list(target.pages[pool].values())[1]
 

@@ -53,7 +53,7 @@ FLIPPED = {"bf16": ("eager", "graphs", "graphs and async"), "fp32": ()}
 
 @dataclass(kw_only=True)
 class Served:
-    """What one run did.
+    """The account of one run.
 
     Args:
         tokens: generated, by request.

@@ -17,7 +17,7 @@ Bytes = Mapping[str, torch.Tensor]
 
 
 class Outcome(StrEnum):
-    """What can be wrong with a backend, in the order in which it is looked for."""
+    """Ways in which a backend can be wrong, in the order in which they are looked for."""
 
     CRASHED = "the process that ran the call died"
     HUNG = "the call did not return in time"
@@ -62,7 +62,7 @@ class Mismatch(Exception):  # noqa: N818 - it is what the check is for, not an e
 
     @property
     def signature(self) -> tuple[str, str, str, str]:
-        """What tells one failure from another: op, backend, outcome and tensor."""
+        """The key that tells one failure from another: op, backend, outcome and tensor."""
         return self.op, self.backend, self.outcome.name, self.path
 
 

@@ -1,4 +1,4 @@
-"""What `kv-canary doctor` finds out about this machine and this environment."""
+"""The findings of `kv-canary doctor` about this machine and this environment."""
 
 from __future__ import annotations
 

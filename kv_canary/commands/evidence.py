@@ -1,4 +1,4 @@
-"""What each result in bench/results rests on, whether that has changed since, and the pages that quote results.
+"""The sources that each result in bench/results rests on, whether they have changed since, and the pages that quote it.
 
 A result carries a digest of each part of the code that it rests on, as it was when the result was measured. Comments,
 docstrings and blank lines do not count: they change no measurement.
@@ -204,7 +204,7 @@ class Result:
 
     @property
     def note(self) -> str:
-        """What a page says of figures from it; "" where they are of this code."""
+        """The note that a page puts beside figures from it; "" where they are of this code."""
         return f"measured on an older version ({self.commit or 'unknown commit'})" if self.changed else ""
 
 

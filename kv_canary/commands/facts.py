@@ -1,4 +1,4 @@
-"""What every result says of where it was measured."""
+"""The facts that every result holds about where it was measured."""
 
 from __future__ import annotations
 

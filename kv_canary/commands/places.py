@@ -1,4 +1,4 @@
-"""Whether the files, folders and ports that a configuration names can be had, here and now: each is tried.
+"""A trial of the files, folders and ports that a configuration names: can they be had, here and now?
 
 Permissions are not asked for: root has them all, and is still refused by a file system that is read-only or full, or
 that is none of files. What a trial makes is taken away again.

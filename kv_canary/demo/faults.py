@@ -53,7 +53,7 @@ class Scene:
 
 @dataclass(kw_only=True)
 class Planted:
-    """What was planted: the step that must find it, the record slots it is in, and how it is described."""
+    """A planted fault: the step that must find it, the record slots it is in, and how it is described."""
 
     step: int
     slots: set[int]
@@ -63,7 +63,7 @@ class Planted:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One kind of fault.
+    """A kind of fault.
 
     Args:
         name: short name.
@@ -97,7 +97,7 @@ class Planter:
 
     @property
     def planted(self) -> Planted | None:
-        """What was planted; None as long as nothing was."""
+        """The planted fault; None as long as there is none."""
         if self._perturber is None or not self._perturber.injections:
             return self._planted
         injection = self._perturber.injections[0]

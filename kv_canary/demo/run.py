@@ -22,7 +22,7 @@ from kv_canary.demo.traffic import Conversation
 
 @dataclass(frozen=True, kw_only=True)
 class FaultResult:
-    """What became of one planted fault."""
+    """The outcome of one planted fault."""
 
     name: str
     model: str

@@ -41,7 +41,7 @@ _SHAPE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What one run of the engine did."""
+    """The record of one run of the engine."""
 
     requests: int
     forwards: int
@@ -52,7 +52,7 @@ class Served:
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """What a run does to the engine between its own actions; each is called in the engine's loop.
+    """Callbacks of a run between the engine's own actions; each is called in the engine's loop.
 
     Args:
         started: called with (canary) once the engine has its cache, before its first forward.

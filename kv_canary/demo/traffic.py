@@ -1,4 +1,4 @@
-"""What the demo's engine is asked: conversations over real text, or the lengths of a recorded trace.
+"""The demo's traffic: conversations over real text, or the lengths of a recorded trace.
 
 Text is taken byte by byte as tokens. By default it is the text that ships with Python itself.
 """

@@ -98,7 +98,7 @@ class TransformersCanary:
 
     @property
     def layout(self) -> Layout:
-        """Where the newest cache keeps what; RuntimeError where the engine has none now."""
+        """The layout of the newest cache; RuntimeError where the engine has none now."""
         return self._newest().layout
 
     @property

@@ -1,4 +1,4 @@
-"""What the versions of transformers' continuous batching have in common: where KV is kept, and when it is let go of.
+"""The common part of transformers' versions of continuous batching: where KV is kept, and when it is let go of.
 
 A layout knows the pools, the groups and the numbering of slots of one version, and tells the adapter three things as
 they happen: blocks freed, blocks copied, requests forgotten. Record slots are dense: block * page + offset, shifted
@@ -23,7 +23,7 @@ from kv_canary.sweep import CachedSlots
 
 @dataclass(frozen=True, kw_only=True)
 class Events:
-    """What a layout tells the adapter. Slots are record slots.
+    """Callbacks from a layout to the adapter. Slots are record slots.
 
     Args:
         freed: (pool, slots, request): nothing names their content any more, because of that request if one is named.
@@ -48,7 +48,7 @@ class Events:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Where a block stood when the prefix cache took it in: the engine's keys do not tell.
+    """The place of a block when the prefix cache took it in: the engine's keys do not tell.
 
     Args:
         index: of the block in its request's table.

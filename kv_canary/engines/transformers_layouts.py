@@ -1,4 +1,4 @@
-"""Where transformers' continuous batching keeps KV, by version."""
+"""The places of KV in transformers' continuous batching, by version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What observers are told."""
+"""The interface of observers."""
 
 from __future__ import annotations
 

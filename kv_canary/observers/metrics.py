@@ -57,7 +57,7 @@ class MetricSpec:
 
 @dataclass(kw_only=True)
 class _Totals:
-    """What one canary has said so far."""
+    """The totals of one canary."""
 
     facts: StepFacts | None = None
     seen_at: float = 0.0
@@ -296,7 +296,7 @@ class PrometheusMetrics(Observer):
 
 
 class _Board:
-    """What a registry collects: the metrics of its canaries."""
+    """The collector of a registry: the metrics of its canaries."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

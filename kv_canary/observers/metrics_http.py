@@ -213,7 +213,7 @@ def _hang_up(connection: socket.socket) -> None:
 
 
 class _WsgiServer:
-    """What wsgiref's handler asks its server for, and the handler's use on bytes."""
+    """The server that wsgiref's handler asks for, and the handler's use on bytes."""
 
     def __init__(self, listener: socket.socket, app: Any) -> None:
         address, port = listener.getsockname()[:2]

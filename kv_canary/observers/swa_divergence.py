@@ -1,4 +1,4 @@
-"""How far windowed groups differ from full ones: evidence that a run really exercised sliding-window attention.
+"""Differences between windowed groups and full ones: evidence that a run really exercised sliding-window attention.
 
 Every so many steps a line `kv_canary_swa_divergence={json}` goes into the log, at level INFO. A test of an engine reads
 it back: a run in which windowed layers shared the full layers' slots, or in which no request outgrew the window, says
@@ -28,7 +28,7 @@ _KEY = "kv_canary_swa_divergence="
 
 @dataclass(frozen=True, kw_only=True)
 class SwaDivergence:
-    """How one forward's windowed groups differ from its full group.
+    """Differences between one forward's windowed groups and its full group.
 
     Args:
         forward_ct: number of the step that the forward is of.

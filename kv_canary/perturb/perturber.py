@@ -21,7 +21,7 @@ from kv_canary.sweep import CachedSlots
 
 @dataclass(frozen=True, kw_only=True)
 class Injection:
-    """What was done, and how it must be found.
+    """An injected fault, and how it must be found.
 
     Other groups are hit as well where they read the same table, and all are where tokens are swapped.
 
@@ -126,7 +126,7 @@ class Perturber:
         return not self.injections or step >= self.injections[-1].step + config.every
 
     def _swap_entries(self, batch: ForwardBatch, groups: Sequence[BufferGroup], step: int) -> None:
-        """Let two positions of a request name each other's slots."""
+        """Make two positions of a request name each other's slots."""
         by_request: dict[tuple[str, int], list[ActiveSlot]] = {}
         for group in groups:
             for active in collect_active_slots(batch, group):

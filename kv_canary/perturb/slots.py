@@ -1,4 +1,4 @@
-"""Which slots a forward uses: what a fault can be put into."""
+"""The slots that a forward uses: those that a fault can be put into."""
 
 from __future__ import annotations
 

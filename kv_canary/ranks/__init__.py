@@ -1,4 +1,4 @@
-"""What ranks owe each other: digests that are compared, and reactions that are agreed on; see docs/ranks.md."""
+"""Agreement between ranks: digests that are compared, and reactions that are agreed on; see docs/ranks.md."""
 
 from __future__ import annotations
 

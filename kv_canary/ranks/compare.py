@@ -1,4 +1,4 @@
-"""What ranks have of the same requests, and where they differ."""
+"""The comparison of what ranks have of the same requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Word(IntEnum):
 
 
 class Flag(IntFlag):
-    """What else a rank says of a request."""
+    """Flags that a rank sets for a request."""
 
     # The engine threw this request's result away: what lies in its slots may be another's by now.
     DISCARDED = 1
@@ -39,7 +39,7 @@ class Flag(IntFlag):
 
 
 class RankDifference(Enum):
-    """How a rank stands out; the values say why it may."""
+    """Ways in which a rank stands out; the values say why it may."""
 
     REQUESTS = "the ranks did not run the same requests in this step"
     PREFIX_LEN = "the ranks disagree on how much of the request is cached: a prefix hit of another length"
@@ -51,7 +51,7 @@ class RankDifference(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class RankStand:
-    """What one rank has of a request.
+    """The state of a request on one rank.
 
     Args:
         rank: its number within the group of ranks.

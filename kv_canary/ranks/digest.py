@@ -1,4 +1,4 @@
-"""What this rank has of each request of a step: gathered on the device, brought to the host, packed for the others."""
+"""The digest of a step's requests on this rank: gathered on the device, brought to the host, packed for the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ROW, _STEP = 3, 12
 
 @dataclass(kw_only=True)
 class Digest:
-    """What a step left: lines of words on their way to the host, and the requests that they are of.
+    """The digest that a step left: lines of words on their way to the host, and the requests that they are of.
 
     Args:
         step: its number.

@@ -77,7 +77,7 @@ class RankGroup:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.group.size()
 
     def claim(self) -> None:

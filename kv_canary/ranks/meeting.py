@@ -1,4 +1,4 @@
-"""How ranks that came apart meet again: in a thread of their own, while the steps of the engine go on."""
+"""The meeting of ranks that came apart: in a thread of their own, while the steps of the engine go on."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _JOIN_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """What the ranks have agreed on.
+    """The terms that the ranks have agreed on.
 
     Args:
         group: new, and of all ranks.
@@ -130,7 +130,7 @@ class Meeting:
         self._trials, self._together = 0, time.monotonic()
 
     def end(self) -> None:
-        """Let the thread end, which is waited for no longer than a moment."""
+        """End the thread, waiting for it no longer than a moment."""
         self._ended.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

@@ -15,7 +15,7 @@ from kv_canary.ranks.digest import Digest
 
 
 class State(IntEnum):
-    """What a rank has of the step that is compared."""
+    """Availability of the step that is compared, on a rank."""
 
     # There is no digest of it.
     NONE = 0
@@ -31,7 +31,7 @@ _HEADER = _TEXT + _TEXT_WORDS
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a rank says of itself.
+    """The words of a message that a rank says of itself.
 
     Args:
         number: the step that it is about to begin.

@@ -1,4 +1,4 @@
-"""What the ranks have found together, and the error that all of them raise."""
+"""The verdict of all ranks together, and the error that all of them raise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RankVerdict:
-    """What one rank has found since it told the others last.
+    """The findings of one rank since it told the others last.
 
     Args:
         rank: its number within the group of ranks.

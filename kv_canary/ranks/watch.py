@@ -1,4 +1,4 @@
-"""When ranks exchange what, and what becomes of it: reports of differences, and a verdict that all of them share."""
+"""The exchanges between ranks, and what becomes of them: reports of differences, and a verdict that all share."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Bundle:
 
 
 class BundleFolder:
-    """Where a canary saves its bundles: at most MOST_BUNDLES files, each written whole or not at all.
+    """The folder of a canary's bundles: at most MOST_BUNDLES files, each written whole or not at all.
 
     A bundle names requests and holds their token ids: files are readable by their owner only.
 

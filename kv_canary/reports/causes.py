@@ -18,7 +18,7 @@ from kv_canary.specs.violation_row import ViolationRow
 
 @dataclass(frozen=True, kw_only=True)
 class Circumstances:
-    """What is known around an incident.
+    """The facts around an incident that its cause is told from.
 
     Args:
         group: where it happened.
@@ -185,7 +185,7 @@ def _window_cause(group: BufferGroup, shift: int, *, foreign: bool) -> str | Non
 
 @dataclass(frozen=True, kw_only=True)
 class _Pages:
-    """How an incident's slots lie in pages: whether its runs begin at a page, and whether they fill pages."""
+    """The lie of an incident's slots in pages: whether its runs begin at a page, and whether they fill pages."""
 
     count: int
     aligned: bool

@@ -22,7 +22,7 @@ Kind = tuple[bool, int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """What was found of one slot and position of one row in one step.
+    """The finding about one slot and position of one row in one step.
 
     Args:
         first: the first violation row.
@@ -64,7 +64,7 @@ class Member:
 
     @functools.cached_property
     def kind(self) -> Kind:
-        """What it has in common with others of one cause."""
+        """The key that it has in common with others of one cause."""
         # Plain numbers: a drain may bring a thousand rows, at every step.
         windowed, reasons = self.first.tag in _SWA, int(self.reasons)
         rest = reasons & ~(_CONTENT | _BYTES)

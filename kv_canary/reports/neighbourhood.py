@@ -1,4 +1,4 @@
-"""What lies around a fault: the positions beside it, who wrote them and when, and what a verify says of each now."""
+"""The surroundings of a fault: the positions beside it, who wrote them and when, and what a verify says of each now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a violation is called, once it is decoded: records, reports, and the error of raise mode."""
+"""Violations once they are decoded: records, reports, and the error of raise mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of drained violations: incidents, their lines in the log, what lies around them, and bundles."""
+"""The reporter of drained violations: incidents, their lines in the log, what lies around them, and bundles."""
 
 from __future__ import annotations
 

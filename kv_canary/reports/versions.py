@@ -1,4 +1,4 @@
-"""Which versions are installed here."""
+"""The versions that are installed here."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class _Allocates:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VerifyPlan(_Allocates):
-    """Which records to verify, entry by entry; allocate with `verify_cap=`. The first `num_valid` entries count."""
+    """The records to verify, entry by entry; allocate with `verify_cap=`. The first `num_valid` entries count."""
 
     slots: torch.Tensor = _tensor(torch.int64, "verify_cap", index_of=SLOT, doc="slot of the entry, or BAD_SLOT")
     prev_slots: torch.Tensor = _tensor(
@@ -60,7 +60,7 @@ class VerifyPlan(_Allocates):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ResolvedSlots(_Allocates):
-    """Where the cached positions of a batch were found; allocate with `entry_cap=`. The first `num_valid` count.
+    """The slots of the cached positions of a batch; allocate with `entry_cap=`. The first `num_valid` count.
 
     Entries stand in runs: entries of one request at consecutive positions, in one block of RUN_ENTRIES. One that
     begins a run says so by ~position, and `runs` holds the rest about it; the others have the request of the one before
@@ -110,7 +110,7 @@ class ResolvedSlots(_Allocates):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WritePlan(_Allocates):
-    """Which segment of the flat inputs each request writes; allocate with `write_cap=`."""
+    """The segment of the flat inputs that each request writes; allocate with `write_cap=`."""
 
     rows: torch.Tensor = _tensor(torch.int64, "write_cap", index_of=ROW, doc="row, 0 for padding")
     owners: torch.Tensor = _tensor(torch.int64, "write_cap", doc="serial number of the request")
@@ -124,7 +124,7 @@ class WritePlan(_Allocates):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ViolationLog(_Allocates):
-    """Where violations go; allocate with `ring_cap=`. Rows past the capacity are dropped, `count` counts them all."""
+    """The log of violations; allocate with `ring_cap=`. Rows past the capacity are dropped, `count` counts them all."""
 
     ring: torch.Tensor = _tensor(
         torch.int64, "ring_cap", VIOLATION_WORDS, columns=ViolationRow._fields, doc="violation rows"

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import json
 import multiprocessing
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,7 @@ from kv_canary.difftest.mutation import pool as mutation_pool
 from kv_canary.difftest.mutation import run as mutation_run
 from kv_canary.difftest.mutation.cli import mutants as mutants_command
 from kv_canary.difftest.mutation.mutants import make_mutants, mutants_of
-from kv_canary.difftest.mutation.overlay import overlaid, reached_ops, read_source, source_files
+from kv_canary.difftest.mutation.overlay import ROOT, overlaid, reached_ops, read_source, source_files
 from kv_canary.difftest.mutation.planted import PLANTED_BUGS, find_planted, plant, planted, planted_source
 from kv_canary.difftest.mutation.pool import Pool, Source, Verdict, cases_of
 from kv_canary.difftest.mutation.run import (
@@ -30,6 +34,7 @@ from kv_canary.difftest.mutation.run import (
     read_equivalents,
     run_mutants,
 )
+from kv_canary.difftest.mutation.runtime import linked_package
 
 # Children are forked, which a process that uses a GPU must not do.
 pytestmark = pytest.mark.skipif(not interpreting(), reason="forks: on the CPU only")
@@ -318,3 +323,19 @@ def test_a_planted_text_that_is_gone_or_there_twice_is_refused() -> None:
             planted_source(bug, text)
     with pytest.raises(ValueError, match="plant must be one of tile-edge"):
         plant("no-such-bug")
+
+
+def test_a_line_map_says_which_tests_run_which_lines(tmp_path: Path) -> None:
+    root, out = linked_package(tmp_path / "package"), tmp_path / "lines.json"
+    program = Path(inspect.getfile(mutation_run)).with_name("line_map.py")
+    command = [sys.executable, "-P", str(program), str(out), str(root), "-p", "no:xdist", "tests/runtime/test_rows.py"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=280)
+    told = json.loads(out.read_text())
+    source = read_source("kv_canary/rows.py").splitlines()
+    [line] = [number for number, text in enumerate(source, 1) if text.strip().startswith("def release_all(")]
+    assert told["failed"] == []
+    # What stands in a function is run by tests, and its head by the import alone.
+    assert told["lines"]["kv_canary/rows.py"][str(line)] == []
+    assert any(tests for number, tests in told["lines"]["kv_canary/rows.py"].items() if int(number) > line)
+    assert not any(file.startswith("kv_canary/kernels") for file in told["lines"])

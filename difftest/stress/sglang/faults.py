@@ -1,4 +1,4 @@
-"""What goes wrong in a running SGLang, one fault a life, and the traffic around it."""
+"""Faults in a running SGLang, one a life, and the traffic around them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONGEST = 500
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What a fault can reach.
+    """The parts of an engine that a fault can reach.
 
     Args:
         scheduler: the engine.
@@ -52,7 +52,7 @@ class Scene:
 
 @dataclass(frozen=True, kw_only=True)
 class Act:
-    """What a fault did.
+    """The damage that a fault did.
 
     Args:
         where: in words.
@@ -94,7 +94,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Life:
-    """What came of one life.
+    """The outcome of one life.
 
     Args:
         outputs: the tokens that each request generated.
@@ -182,7 +182,7 @@ class _Traffic:
         self._come_back([text])
 
     def _come_back(self, texts: Sequence[list[int]]) -> None:
-        """Let requests hit what the cache holds; and one that runs a few steps more, for what is reported late."""
+        """Send requests that hit what the cache holds, and one that runs on a little, for what is reported late."""
         for i, text in enumerate(texts):
             self._submit(f"again {i}", text + self._text(5), 8)
         self._run()

@@ -98,7 +98,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What became of one life before one canary.
+    """The outcome of one life before one canary.
 
     Args:
         outputs: the tokens that each request generated.

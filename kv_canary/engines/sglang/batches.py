@@ -1,4 +1,4 @@
-"""What a forward of SGLang is about: its requests, as the scheduler has them on the host, in the canary's words.
+"""The requests of SGLang's forward, as the scheduler has them on the host, in the canary's words.
 
 Nothing here reads device memory: lengths and rows come from the mirrors that the scheduler keeps on the host, tokens
 from the requests themselves, and the flat tensors are handed on as they are.
@@ -46,7 +46,7 @@ class Noted:
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """What can be said of a forward.
+    """A description of a forward.
 
     Args:
         requests: those that could be described, in the order of the flat tensors.

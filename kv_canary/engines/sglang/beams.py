@@ -91,7 +91,7 @@ class Beams:
 
 
 class _Key:
-    """What stands for a text of a row."""
+    """A key that stands for a text of a row."""
 
     def __init__(self, rid: str) -> None:
         self.rid = rid

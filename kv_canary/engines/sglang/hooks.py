@@ -1,4 +1,4 @@
-"""Where SGLang calls the canary: five of its methods, hooked through its own registry."""
+"""The five methods of SGLang's that call the canary, hooked through its own registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When SGLang's slots change their meaning without a forward: freed, cleared, and brought back from host memory.
+"""Changes of SGLang's slots without a forward: freed, cleared, and brought back from host memory.
 
 A slot's content can be reached no more once the allocator has it back: the prefix cache gives back what it evicts, and
 what it has twice, through the same allocator, and keeps what requests hand over to it. So this is where to look.

@@ -1,4 +1,4 @@
-"""Where one token's bytes lie in SGLang's plain pools: those that keep a list of layers of one kind.
+"""The places of a token's bytes in SGLang's plain pools: those that keep a list of layers of one kind.
 
 Every function returns groups whose sources are views of the pool's own buffers. Slot numbers are the engine's; slot 0
 lies in the padding page, which every pool keeps in front of the slots that its allocator gives out. What belongs to a
@@ -21,7 +21,7 @@ from kv_canary.specs.structures import KvSource
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a group is to be, besides the pool that it is made for.
+    """The properties of a group to make, besides the pool that it is made for.
 
     Args:
         prefix: in front of the names of the groups; "" for the target model's.
@@ -43,7 +43,7 @@ class Wanted:
 
     @property
     def name(self) -> str:
-        """What the group is called: "full" and "swa" of the target, "draft" and "draft swa" of a draft."""
+        """The group's name: "full" and "swa" of the target, "draft" and "draft swa" of a draft."""
         if not self.prefix:
             return self.kind
         return self.prefix if self.kind == "full" else f"{self.prefix} {self.kind}"

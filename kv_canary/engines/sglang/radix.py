@@ -1,4 +1,4 @@
-"""What SGLang's prefix cache holds, for sweeps; and which of its prefix caches the adapter can follow."""
+"""The content of SGLang's prefix cache, for sweeps; and which of its prefix caches the adapter can follow."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def describe_forward(
 
 
 class Speculation:
-    """What a speculative worker is at: how far its chain of drafts is, and what it has accepted that nobody has read.
+    """The state of a speculative worker: how far its chain of drafts is, and what it has accepted that nobody has read.
 
     Args:
         worker: the scheduler's `EAGLEWorkerV2` or `StandaloneWorkerV2`.
@@ -273,7 +273,7 @@ def is_draft(forward_batch: Any) -> bool:
 
 
 class _Chosen:
-    """What the target has chosen in one step, on its way to the host.
+    """The tokens that the target has chosen in one step, on their way to the host.
 
     Args:
         tokens, counts: on the device; copied at once, behind what has been launched.

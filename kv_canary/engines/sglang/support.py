@@ -1,4 +1,4 @@
-"""What the adapter can serve of SGLang's configurations, and what it reads off them."""
+"""The configurations of SGLang that the adapter can serve, and what it reads off them."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _STATE_LISTS = ("state_data_ptrs", "state_data_lens", "state_item_lens")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lists:
-    """What was put into the transfer lists of this process.
+    """The entries that were put into the transfer lists of this process.
 
     Args:
         layout: what the lists look like, in a word that both sides have in common if theirs are alike.
