@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ PARTS = ("bench", "difftest", "kernels", "reference")
 CACHE = ROOT / ".mutation"
 # Tests that a mutant meets, and their seconds together, without the mutant.
 MOST_TESTS, MOST_SECONDS = 60, 45.0
-# Beside what its tests took: importing, and a mutant that makes them slow.
-SLACK_S = 120.0
+# How long a mutant's tests may take, beside four times what they took when the lines were measured: importing.
+SLACK_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,8 @@ class LineMap:
     seconds: Sequence[float]
     lines: dict[str, dict[int, list[int]]]
 
-    def tests_of(self, mutant: Mutant) -> list[str]:
-        """Return the tests that judge a mutant, the quickest first; none where no test runs it.
+    def tests_of(self, mutant: Mutant) -> tuple[list[str], float]:
+        """Return the tests that judge a mutant, the quickest first, and their seconds; none where no test runs it.
 
         A line that only the import runs is judged by the tests that run anything of its file.
         """
@@ -66,7 +67,7 @@ class LineMap:
                 break
             chosen.append(self.tests[test])
             seconds += self.seconds[test]
-        return chosen
+        return chosen, seconds
 
 
 def line_map(*, jobs: int) -> LineMap:
@@ -99,16 +100,19 @@ def _measure(path: Path, *, jobs: int) -> None:
         root = linked_package(folder / "package")
         waiting = deque((tests, folder / f"{number}.json") for number, tests in enumerate(TESTS))
         outs = [out for _, out in waiting]
-        running: list[tuple[str, subprocess.Popen[bytes]]] = []
+        running: dict[str, subprocess.Popen[bytes]] = {}
         while waiting or running:
             while waiting and len(running) < jobs:
                 tests, out = waiting.popleft()
                 command = [sys.executable, "-P", str(program), str(out), str(root), *options, tests]
                 environment = {**os.environ, "TRITON_INTERPRET": "1"}
-                running.append((tests, subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)))
-            tests, process = running.pop(0)
-            if process.wait() or not outs[TESTS.index(tests)].exists():
-                raise RuntimeError(must_be("difftest", f"lines of {tests}", "measured", f"exit {process.returncode}"))
+                running[tests] = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+            time.sleep(0.2)
+            for tests, process in [(t, p) for t, p in running.items() if p.poll() is not None]:
+                if process.returncode or not outs[TESTS.index(tests)].exists():
+                    got = f"exit {process.returncode}"
+                    raise RuntimeError(must_be("difftest", f"lines of {tests}", "measured", got))
+                del running[tests]
         found = [json.loads(out.read_text(encoding="utf-8")) for out in outs]
     merged: dict[str, Any] = {"tests": [], "seconds": [], "lines": {}}
     for each in found:
@@ -159,13 +163,14 @@ def run_runtime_mutants(
                 for server in servers:
                     while server.mutant is None and waiting:
                         mutant = waiting.popleft()
-                        tests = lines.tests_of(mutant)
+                        tests, seconds = lines.tests_of(mutant)
                         if tests:
-                            server.begin(mutant, tests, limit_s=SLACK_S + 2 * MOST_SECONDS)
+                            server.begin(mutant, tests, limit_s=SLACK_S + 4 * seconds)
                         else:
                             on_verdict(mutant, Verdict())
                 busy = {server.answers: server for server in servers if server.mutant is not None}
-                for answers in wait(list(busy)):
+                # Nobody is busy where no test runs what the last mutants change.
+                for answers in wait(list(busy)) if busy else ():
                     on_verdict(*busy[answers].result())
         finally:
             for server in servers:

@@ -34,7 +34,7 @@ from kv_canary.difftest.mutation.run import (
     read_equivalents,
     run_mutants,
 )
-from kv_canary.difftest.mutation.runtime import linked_package
+from kv_canary.difftest.mutation.runtime import LineMap, linked_package, run_runtime_mutants
 
 # Children are forked, which a process that uses a GPU must not do.
 pytestmark = pytest.mark.skipif(not interpreting(), reason="forks: on the CPU only")
@@ -339,3 +339,19 @@ def test_a_line_map_says_which_tests_run_which_lines(tmp_path: Path) -> None:
     assert told["lines"]["kv_canary/rows.py"][str(line)] == []
     assert any(tests for number, tests in told["lines"]["kv_canary/rows.py"].items() if int(number) > line)
     assert not any(file.startswith("kv_canary/kernels") for file in told["lines"])
+
+
+def test_mutants_of_the_runtime_are_judged_by_the_tests_of_their_lines() -> None:
+    file = "kv_canary/rows.py"
+    mutants = make_mutants([file])
+    killed = next(mutant for mutant in mutants if mutant.function == "RowTable.release_all")
+    # One that changes nothing, and one whose lines no test runs.
+    harmless = dataclasses.replace(killed, ordinal=8, text=read_source(file))
+    unknown = dataclasses.replace(killed, ordinal=9, line=1)
+    lines = LineMap(tests=["tests/runtime/test_rows.py"], seconds=[1.0], lines={file: {killed.line: [0]}})
+    verdicts: dict[str, Verdict] = {}
+    judged = (killed, harmless, unknown)
+    run_runtime_mutants(judged, lines, jobs=1, on_verdict=lambda m, verdict: verdicts.update({m.id: verdict}))
+    assert verdicts[killed.id].outcome == "RAISED"
+    assert "test_rows.py" in verdicts[killed.id].detail
+    assert verdicts[harmless.id] == verdicts[unknown.id] == Verdict()
