@@ -57,8 +57,8 @@ test-sglang: .venv-sglang/.stamp ## the adapter in SGLang's own engine, on the C
 fuzz: .venv/.stamp ## look for differences between kernels and references for half an hour (MINUTES=...)
 	.venv/bin/kv-canary difftest fuzz --minutes $(MINUTES) --database .hypothesis/examples
 
-mutants: .venv/.stamp ## change sources one by one: does a test notice each?
-	.venv/bin/kv-canary difftest mutants
+mutants: .venv/.stamp ## change sources one by one: does a test notice each? (MUTANTS="--part kernels")
+	.venv/bin/kv-canary difftest mutants $(MUTANTS)
 
 planted: .venv/.stamp ## how long fuzzing takes to find bugs that were planted
 	.venv/bin/kv-canary difftest planted
