@@ -37,6 +37,11 @@ if TYPE_CHECKING:
     multiple=True,
     help="Only sources of this folder; repeatable. [default: all three]",
 )
+@click.option(
+    "--survivors",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Only those that survived in this result of --json.",
+)
 @click.option("--sample", type=click.IntRange(1), help="Run only so many mutants, chosen by --seed.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the generated calls and of the sample.")
 @click.option(
@@ -56,6 +61,7 @@ def mutants(
     examples: int,
     files: tuple[str, ...],
     parts: tuple[str, ...],
+    survivors: Path | None,
     sample: int | None,
     seed: int,
     device: str,
@@ -84,6 +90,7 @@ def mutants(
       kv-canary difftest mutants --file kernels/retire.py --file kernels/move.py
       kv-canary difftest mutants --part kv_canary --sample 100 --seed 7
       kv-canary difftest mutants --jobs 16 --json mutants.json
+      kv-canary difftest mutants --survivors mutants.json
     """
     if device == "cpu":
         # Triton decides when a kernel is decorated: this comes before any is imported.
@@ -110,6 +117,7 @@ def mutants(
                 jobs=jobs,
                 examples=examples,
                 files=chosen,
+                ids=None if survivors is None else _survivors(survivors),
                 sample=sample,
                 seed=seed,
                 device=device,
@@ -126,6 +134,17 @@ def mutants(
         facts = {**report.as_dict(commit=commit), "sources": digests("mutants")}
         json_path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     raise SystemExit(2 if report.not_run else 0 if report.passed else 1)
+
+
+def _survivors(path: Path) -> frozenset[str]:
+    """Return the ids of the mutants that survived in a result."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))["mutants"]
+        return frozenset(mutant["id"] for mutant in told if mutant["status"] == "survived")
+    except (ValueError, KeyError, TypeError) as error:
+        from kv_canary.errors import must_be
+
+        raise ValueError(must_be("difftest", "survivors", "a result of --json", f"{path} ({error})")) from error
 
 
 @contextmanager

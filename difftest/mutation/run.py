@@ -12,7 +12,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
@@ -120,6 +120,7 @@ def run_mutants(
     jobs: int,
     examples: int,
     files: Sequence[str] | None = None,
+    ids: Collection[str] | None = None,
     sample: int | None = None,
     seed: int = 0,
     device: str = "cpu",
@@ -132,6 +133,7 @@ def run_mutants(
     Args:
         jobs: how many run at a time, each in a process of its own.
         examples: calls drawn per op; the committed corpus is run as well.
+        ids: run only these mutants.
         sample: run only so many, chosen by `seed`.
         seed: of the drawn calls and of the sample.
         device: where Triton runs, "cpu" (its interpreter) or "cuda".
@@ -148,6 +150,8 @@ def run_mutants(
     began = time.monotonic()
     reasons = equivalent_reasons(read_equivalents())
     mutants = make_mutants(files or [*source_files(), *runtime_files()])
+    if ids is not None:
+        mutants = [mutant for mutant in mutants if mutant.id in ids]
     if sample is not None and sample < len(mutants):
         chosen = set(random.Random(seed).sample(range(len(mutants)), sample))
         mutants = [mutant for i, mutant in enumerate(mutants) if i in chosen]

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,21 @@ from kv_canary.difftest.mutation.pool import Verdict
 from kv_canary.errors import must_be
 
 # Whose tests judge.
-TESTS = ("tests/runtime", "tests/scenarios", "tests/engines", "tests/strangers", "tests/test_validation.py")
+TESTS = (
+    "tests/runtime",
+    "tests/engines",
+    "tests/scenarios",
+    "tests/strangers",
+    "tests/test_validation.py",
+    *(
+        f"tests/difftest/test_{name}.py"
+        for name in ("casefile", "corpus", "golden", "runner", "shadow", "stranger_cases")
+    ),
+)
 PARTS = ("bench", "difftest", "kernels", "reference")
 CACHE = ROOT / ".mutation"
 # Tests that a mutant meets, and their seconds together, without the mutant.
-MOST_TESTS, MOST_SECONDS = 60, 45.0
+MOST_TESTS, MOST_SECONDS = 150, 45.0
 # How long a mutant's tests may take, beside four times what they took when the lines were measured: importing.
 SLACK_S = 60.0
 
@@ -52,9 +63,10 @@ class LineMap:
     lines: dict[str, dict[int, list[int]]]
 
     def tests_of(self, mutant: Mutant) -> tuple[list[str], float]:
-        """Return the tests that judge a mutant, the quickest first, and their seconds; none where no test runs it.
+        """Return the tests that judge a mutant, and their seconds; none where no test runs it.
 
-        A line that only the import runs is judged by the tests that run anything of its file.
+        First come those of test files that are named after the source, then those of every other file by turns, the
+        quickest of each first. A line that only the import runs is judged by the tests that run anything of its file.
         """
         lines = self.lines.get(mutant.file, {})
         changed = range(mutant.line, mutant.line + mutant.num_lines)
@@ -62,12 +74,20 @@ class LineMap:
         if not found and any(line in lines for line in changed):
             found = {test for tests in lines.values() for test in tests}
         chosen, seconds = list[str](), 0.0
-        for test in sorted(found, key=lambda number: self.seconds[number]):
+        for test in self._in_order(found, Path(mutant.file).stem):
             if chosen and (len(chosen) == MOST_TESTS or seconds + self.seconds[test] > MOST_SECONDS):
                 break
             chosen.append(self.tests[test])
             seconds += self.seconds[test]
         return chosen, seconds
+
+    def _in_order(self, found: Iterable[int], source: str) -> list[int]:
+        files: dict[str, list[int]] = {}
+        for number in sorted(found, key=lambda number: self.seconds[number]):
+            files.setdefault(Path(self.tests[number].split("::")[0]).stem, []).append(number)
+        own = [number for file, numbers in files.items() if source in file for number in numbers]
+        others = [numbers for file, numbers in files.items() if source not in file]
+        return own + [number for turn in zip_longest(*others) for number in turn if number is not None]
 
 
 def line_map(*, jobs: int) -> LineMap:
