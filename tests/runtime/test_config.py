@@ -125,3 +125,12 @@ def test_what_the_environment_may_not_say(name: str, text: str, says: str) -> No
 def test_what_a_setting_may_not_be(settings: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=f"kv-canary: CanaryConfig: {says}"):
         CanaryConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"metrics_port": 65535}, {"token_table_share": 0.0}, {"token_table_share": 1.0}, {"overhead_target": 1.0}],
+)
+def test_the_ends_of_a_range_are_in_it(settings: dict[str, Any]) -> None:
+    [(name, value)] = settings.items()
+    assert getattr(CanaryConfig(**settings), name) == value

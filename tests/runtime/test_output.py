@@ -195,3 +195,25 @@ def test_a_forked_child_says_its_own_and_ends(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert (tmp_path / "child").read_text() == "said"
     assert output.drain()
+
+
+def test_waiting_for_less_than_a_second_is_waiting() -> None:
+    queue = Output()
+    queue.post(lambda: time.sleep(0.05))
+    assert queue.drain(0.95)
+
+
+def test_without_a_thread_work_is_dropped_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    queue = Output()
+    monkeypatch.setattr(threading.Thread, "start", no_room)
+    assert not queue.post(lambda: None)
+    assert queue.dropped == 1
+    assert queue.drain(0.0)
+    monkeypatch.undo()
+    done: list[int] = []
+    assert queue.post(lambda: done.append(1))
+    assert queue.drain(10.0)
+    assert done == [1]

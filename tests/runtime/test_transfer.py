@@ -247,7 +247,8 @@ def test_where_geometries_differ_fingerprints_are_taken_of_what_arrived(backend:
     pool = make_pool(read_bytes=8)
     config = kc.CanaryConfig(backend=backend, records="head_and_tail")
     engine = Engine([kc.BufferGroup(name="full", pool=pool)], config)
-    a = engine.add("a", 16)
+    # Token 0 at position 0 is a record whose first word is 0.
+    a = engine.add("a", [0, *range(1000, 1015)])
     engine.step((a, 12))
     slots = torch.arange(1, 17)
     engine.manager.retire(pool, torch.tensor([12]), owner=a.owner)
