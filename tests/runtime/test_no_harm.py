@@ -152,6 +152,8 @@ def test_a_discarded_that_raises_loses_no_finding() -> None:
     summary = engine.manager.summary()
     assert summary.violations == len(engine.manager.reports) == 1
     assert summary.failures == {"discarded: RuntimeError": 1}
+    # It is the engine's own callback: nothing of the canary's has failed.
+    assert summary.status == "healthy"
 
 
 def test_an_observer_that_raises_at_every_step_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
