@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @click.option(
     "--survivors",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Only those that survived in this result of --json.",
+    help="Only those that survived in this result of --json; those of the runtime with more tests.",
 )
 @click.option("--sample", type=click.IntRange(1), help="Run only so many mutants, chosen by --seed.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the generated calls and of the sample.")
@@ -117,7 +117,7 @@ def mutants(
                 jobs=jobs,
                 examples=examples,
                 files=chosen,
-                ids=None if survivors is None else _survivors(survivors),
+                ids=None if survivors is None else survivors_of(survivors),
                 sample=sample,
                 seed=seed,
                 device=device,
@@ -136,7 +136,7 @@ def mutants(
     raise SystemExit(2 if report.not_run else 0 if report.passed else 1)
 
 
-def _survivors(path: Path) -> frozenset[str]:
+def survivors_of(path: Path) -> frozenset[str]:
     """Return the ids of the mutants that survived in a result."""
     try:
         told = json.loads(path.read_text(encoding="utf-8"))["mutants"]

@@ -133,7 +133,7 @@ def run_mutants(
     Args:
         jobs: how many run at a time, each in a process of its own.
         examples: calls drawn per op; the committed corpus is run as well.
-        ids: run only these mutants.
+        ids: run only these mutants; those of the runtime with every test that runs their lines.
         sample: run only so many, chosen by `seed`.
         seed: of the drawn calls and of the sample.
         device: where Triton runs, "cpu" (its interpreter) or "cuda".
@@ -178,7 +178,7 @@ def run_mutants(
         )
         pool.run(sources, receive)
         if runtime:
-            run_runtime_mutants(runtime, line_map(jobs=jobs), jobs=jobs, on_verdict=receive)
+            run_runtime_mutants(runtime, line_map(jobs=jobs), jobs=jobs, on_verdict=receive, again=ids is not None)
     ordered = tuple(results[mutant.id] for mutant in mutants if mutant.id in results)
     return MutationReport(
         results=ordered,

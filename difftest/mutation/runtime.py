@@ -42,8 +42,9 @@ TESTS = (
 )
 PARTS = ("bench", "difftest", "kernels", "reference")
 CACHE = ROOT / ".mutation"
-# Tests that a mutant meets, and their seconds together, without the mutant.
+# Tests that a mutant meets, and their seconds together, without the mutant; and what one meets that is looked at again.
 MOST_TESTS, MOST_SECONDS = 150, 45.0
+MOST_SECONDS_AGAIN = 600.0
 # How long a mutant's tests may take, beside four times what they took when the lines were measured: importing.
 SLACK_S = 60.0
 
@@ -62,20 +63,24 @@ class LineMap:
     seconds: Sequence[float]
     lines: dict[str, dict[int, list[int]]]
 
-    def tests_of(self, mutant: Mutant) -> tuple[list[str], float]:
+    def tests_of(self, mutant: Mutant, *, again: bool = False) -> tuple[list[str], float]:
         """Return the tests that judge a mutant, and their seconds; none where no test runs it.
 
         First come those of test files that are named after the source, then those of every other file by turns, the
-        quickest of each first. A line that only the import runs is judged by the tests that run anything of its file.
+        quickest of each first. A line that only the import runs may be judged by any test.
+
+        Args:
+            again: whether a mutant is looked at again, with all of these tests.
         """
         lines = self.lines.get(mutant.file, {})
         changed = range(mutant.line, mutant.line + mutant.num_lines)
         found = {test for line in changed for test in lines.get(line, ())}
         if not found and any(line in lines for line in changed):
-            found = {test for tests in lines.values() for test in tests}
+            found = set(range(len(self.tests)))
         chosen, seconds = list[str](), 0.0
         for test in self._in_order(found, Path(mutant.file).stem):
-            if chosen and (len(chosen) == MOST_TESTS or seconds + self.seconds[test] > MOST_SECONDS):
+            is_full = not again and (len(chosen) == MOST_TESTS or seconds + self.seconds[test] > MOST_SECONDS)
+            if chosen and (is_full or seconds + self.seconds[test] > MOST_SECONDS_AGAIN):
                 break
             chosen.append(self.tests[test])
             seconds += self.seconds[test]
@@ -172,9 +177,18 @@ def _link(source: Path, folder: Path) -> None:
 
 
 def run_runtime_mutants(
-    mutants: Iterable[Mutant], lines: LineMap, *, jobs: int, on_verdict: Callable[[Mutant, Verdict], None]
+    mutants: Iterable[Mutant],
+    lines: LineMap,
+    *,
+    jobs: int,
+    on_verdict: Callable[[Mutant, Verdict], None],
+    again: bool = False,
 ) -> None:
-    """Run each mutant's tests in a process of its own, and tell the verdict on each."""
+    """Run each mutant's tests in a process of its own, and tell the verdict on each.
+
+    Args:
+        again: see `LineMap.tests_of`.
+    """
     waiting = deque(mutants)
     with tempfile.TemporaryDirectory(prefix="kv-canary-mutants-") as name:
         servers = [_Server(Path(name) / str(number)) for number in range(jobs)]
@@ -183,7 +197,7 @@ def run_runtime_mutants(
                 for server in servers:
                     while server.mutant is None and waiting:
                         mutant = waiting.popleft()
-                        tests, seconds = lines.tests_of(mutant)
+                        tests, seconds = lines.tests_of(mutant, again=again)
                         if tests:
                             server.begin(mutant, tests, limit_s=SLACK_S + 4 * seconds)
                         else:

@@ -22,6 +22,7 @@ from kv_canary.constants import OWNER_MASK
 from kv_canary.difftest.mutation import pool as mutation_pool
 from kv_canary.difftest.mutation import run as mutation_run
 from kv_canary.difftest.mutation.cli import mutants as mutants_command
+from kv_canary.difftest.mutation.cli import survivors_of
 from kv_canary.difftest.mutation.mutants import make_mutants, mutants_of
 from kv_canary.difftest.mutation.overlay import ROOT, overlaid, reached_ops, read_source, source_files
 from kv_canary.difftest.mutation.planted import PLANTED_BUGS, find_planted, plant, planted, planted_source
@@ -355,3 +356,26 @@ def test_mutants_of_the_runtime_are_judged_by_the_tests_of_their_lines() -> None
     assert verdicts[killed.id].outcome == "RAISED"
     assert "test_rows.py" in verdicts[killed.id].detail
     assert verdicts[harmless.id] == verdicts[unknown.id] == Verdict()
+
+
+def test_survivors_are_run_again_with_every_test_of_their_lines(tmp_path: Path) -> None:
+    [mutant] = make_mutants(["kv_canary/rows.py"])[-1:]
+    files = ["tests/a/test_a.py::one", "tests/a/test_a.py::two", "tests/a/test_rows.py::three", "tests/b.py::four"]
+    seconds = [20.0, 30.0, 25.0, 900.0]
+    lines = LineMap(tests=files, seconds=seconds, lines={mutant.file: {mutant.line: [0, 1, 2, 3]}})
+    # First those that are named after the source; the quickest of the others.
+    assert lines.tests_of(mutant) == ([files[2], files[0]], 45.0)
+    assert lines.tests_of(mutant, again=True) == ([files[2], files[0]], 45.0)
+    lines = dataclasses.replace(lines, seconds=[20.0, 30.0, 25.0, 40.0])
+    assert lines.tests_of(mutant, again=True) == ([files[2], files[0], files[3], files[1]], 115.0)
+    # A line that the import alone runs.
+    lines = dataclasses.replace(lines, lines={mutant.file: {mutant.line: []}})
+    assert lines.tests_of(mutant, again=True)[1] == 115.0
+
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({"mutants": [{"id": mutant.id, "status": "survived"}, {"id": "x", "status": "killed"}]}))
+    assert survivors_of(path) == {mutant.id}
+    path.write_text("[]")
+    done = CliRunner().invoke(mutants_command, ["--survivors", str(path)])
+    assert done.exit_code == 2
+    assert "survivors must be a result of --json" in done.output
