@@ -22,12 +22,13 @@ import torch
 from kv_canary.backends import interpreting
 from kv_canary.cases.casefile import decode, encode
 from kv_canary.cases.comparison import Mismatch, Outcome
+from kv_canary.difftest.patience import Patience
 from kv_canary.difftest.runner import check_case
 from kv_canary.errors import must_be
 from kv_canary.specs import all_specs, get_spec
 from kv_canary.specs.interface import KernelSpec
 
-# Longer than any case takes, compilation included.
+# Seconds of a core: longer than any case takes, compilation included.
 TIME_LIMIT_S = 120.0
 
 
@@ -73,7 +74,7 @@ class Executor:
         device: where Triton runs, "cpu" (its interpreter) or "cuda".
         imports: Python files or modules that register ops; it runs these, and none that a case file names.
         plant: name of a planted bug that the process runs with, or None.
-        time_limit_s: how long a case may take.
+        time_limit_s: seconds of a core that a case may take.
     """
 
     def __init__(
@@ -105,9 +106,12 @@ class Executor:
         pipe = self._start()
         try:
             pipe.send_bytes(pickle.dumps((spec.name, _to_numpy(encode(spec, spec.bind(arguments))))))
-            if not pipe.poll(self.time_limit_s):
-                self._stop()
-                return Mismatch(Outcome.HUNG, op=spec.name, backend="triton", detail=f"{self.time_limit_s:.0f} s")
+            patience = Patience(self._pid, self.time_limit_s)
+            while not pipe.poll(min(self.time_limit_s, 1.0)):
+                if patience.over:
+                    self._stop()
+                    detail = f"{self.time_limit_s:.0f} s of a core"
+                    return Mismatch(Outcome.HUNG, op=spec.name, backend="triton", detail=detail)
             answer = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionError, BrokenPipeError):
             exit_code, where = self._stop()
@@ -142,6 +146,10 @@ class Executor:
             self._process.start()
             theirs.close()
         return self._pipe
+
+    @property
+    def _pid(self) -> int:
+        return 0 if self._process is None else self._process.pid or 0
 
     def _stop(self) -> tuple[int | None, str]:
         """End the process; return its exit code and the line that it crashed in, if it did."""

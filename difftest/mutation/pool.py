@@ -9,7 +9,6 @@ import faulthandler
 import multiprocessing
 import os
 import shutil
-import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,14 +24,15 @@ from kv_canary.cases.casefile import load as load_case
 from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.difftest import corpus
 from kv_canary.difftest.mutation.overlay import load, reached_ops, read_source
+from kv_canary.difftest.patience import Patience
 from kv_canary.difftest.runner import check_case
 from kv_canary.difftest.search import draw_cases
 from kv_canary.difftest.strategies.large import large_cases
 from kv_canary.errors import must_be
 from kv_canary.specs import get_spec
 
-# A child that says nothing for so long hangs: a call takes below a second, compiling a kernel for a GPU longer.
-SECONDS_PER_CASE = {"cpu": 30.0, "cuda": 180.0}
+# Seconds of a core that a call may take: most take below one, some of 256 rows ten, on a slow core forty
+SECONDS_PER_CASE = {"cpu": 120.0, "cuda": 180.0}
 # Of all ops together, those first that killed most: what code meets that is known, or argued, to do the same.
 FEW_CALLS = 60
 Cases = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -69,14 +69,14 @@ class Source:
 
 @dataclasses.dataclass(kw_only=True)
 class _Child:
-    """A running child, the call that it is at, and when it last said so."""
+    """A running child, and the call that it is at."""
 
     key: Any
     process: BaseProcess
     folder: Path
+    patience: Patience
     op: str = ""
     case: int = -1
-    heard: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class Pool:
@@ -120,14 +120,13 @@ class Pool:
                 while pending and len(running) < self.jobs:
                     pipe, child = self._start(pending.popleft())
                     running[pipe] = child
-                limit = SECONDS_PER_CASE[self.device]
                 for pipe in [p for p in wait(list(running), timeout=1.0) if isinstance(p, Connection)]:
                     verdict = self._hear(pipe, running[pipe])
                     if verdict is not None:
                         self._finish(pipe, running.pop(pipe), verdict, on_verdict)
                 for pipe, child in list(running.items()):
-                    if time.monotonic() - child.heard > limit and not pipe.poll():
-                        detail = f"silent for {limit:.0f} s"
+                    if child.patience.over and not pipe.poll():
+                        detail = f"silent for {child.patience.seconds:.0f} s of a core"
                         verdict = Verdict(outcome=Outcome.HUNG.name, op=child.op, case=child.case, detail=detail)
                         self._finish(pipe, running.pop(pipe), verdict, on_verdict)
         finally:
@@ -153,7 +152,8 @@ class Pool:
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
         theirs.close()
-        return ours, _Child(key=source.key, process=process, folder=folder)
+        patience = Patience(process.pid or 0, SECONDS_PER_CASE[self.device])
+        return ours, _Child(key=source.key, process=process, folder=folder, patience=patience)
 
     def _hear(self, pipe: Connection, child: _Child) -> Verdict | None:
         try:
@@ -165,7 +165,7 @@ class Pool:
         if isinstance(said, Verdict):
             return said
         child.op, child.case = said
-        child.heard = time.monotonic()
+        child.patience.heard()
         return None
 
     def _finish(

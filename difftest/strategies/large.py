@@ -1,7 +1,8 @@
-"""Calls just above the bounds of kernels' inner loops, which drawn calls stay below: long chunks, many requests."""
+"""Calls at the bounds of kernels' inner loops, which drawn calls stay below or seldom meet."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +32,19 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
         # Where few bytes of each token are covered, and where many are.
         for tokens, num_bytes in ((2 * at_once * NARROW_TILE + 1, 16), (2 * at_once * TILE_TOKENS + 1, 260)):
             yield _write([(5, tokens), (0, 3)], num_bytes=num_bytes)
-        yield _write([(i % 3, i % 2) for i in range(2 * _REQUESTS_AT_ONCE + 52)], num_bytes=16)
+        many = [(i % 3, i % 2) for i in range(2 * _REQUESTS_AT_ONCE + 52)]
+        yield _write(many, num_bytes=16)
+        # Whose seeds are not the ends of their prefixes, the first one after so many at once too.
+        yield _with_wrong_seeds(_write([(1, 1)] * len(many), num_bytes=16), count=len(many))
+        # More requests than one program takes, and no token.
+        yield _write([(1, 0)] * 600, num_bytes=16)
+        # Nobody writes, and the plan holds what it was left with.
+        yield _with_wrong_seeds(_write([(1, 5)] * 40, num_bytes=16), count=0)
+        # Few inputs, which one program takes at once, and thrice as many tokens.
+        yield _thrice(_write([(0, 60), (0, 0), (0, 0), (0, 0), (0, 0)], num_bytes=16))
+        # A last window of one byte, and windows that take several steps.
+        yield _write([(3, 20)], num_bytes=17, read_bytes=16)
+        yield _write([(3, 20)], num_bytes=1024)
     elif op == "chain_tails":
         for length in (1 << 16, (1 << 16) + 1, 70_000):
             yield _segments([length, 3], num_rows=3) | {"anchors": None, "tails": _words(3)}
@@ -39,11 +52,13 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
         for length in (512, 1024, 3 * 512, 4 * 512, 4 * 512 + 1):
             pool = torch.full((3, length + 1), 7, dtype=torch.int32)
             yield _segments([length, 3], num_rows=3) | {"pool": pool}
+    elif op == "verify_resolved":
+        yield _resolved()
     elif op in ("plan", "verify_prefixes"):
         yield _prefixes(op, 2 * _REQUESTS_AT_ONCE + 52)
 
 
-def _write(requests: list[tuple[int, int]], *, num_bytes: int) -> dict[str, Any]:
+def _write(requests: list[tuple[int, int]], *, num_bytes: int, read_bytes: int | None = None) -> dict[str, Any]:
     """Return a write of requests of (cached, new) tokens, each in a slot of its own; every 100th position is wrong."""
     rng, count = np.random.default_rng(len(requests)), len(requests)
     extend = [new for _, new in requests]
@@ -52,7 +67,7 @@ def _write(requests: list[tuple[int, int]], *, num_bytes: int) -> dict[str, Any]
         layers=(torch.from_numpy(rng.integers(0, 256, (num_slots, num_bytes), dtype=np.uint8)),),
         page_size=1,
         bytes_per_token=num_bytes,
-        read_bytes=num_bytes,
+        read_bytes=read_bytes or num_bytes,
     )
     positions = np.concatenate([np.arange(cached, cached + new) for cached, new in requests])
     positions[::100] += 1
@@ -77,6 +92,48 @@ def _write(requests: list[tuple[int, int]], *, num_bytes: int) -> dict[str, Any]
         "check_positions": torch.ones(1, dtype=torch.int32),
         "track_lifetime": True,
         "violations": ViolationLog.allocate(ring_cap=num_tokens),
+        "counters": torch.zeros(len(Tag), 2, dtype=torch.int64),
+    }
+
+
+def _with_wrong_seeds(call: dict[str, Any], *, count: int) -> dict[str, Any]:
+    """Return `call` with seeds that hold other chains than the tails, and a plan that says that it has `count`."""
+    plan, records = call["write_plan"], call["endpoint"].records
+    # No token is written to the last slot.
+    records[-1] = torch.tensor([5, 6, 7, 8])
+    seeds = torch.full_like(plan.seed_slots, len(records) - 1)
+    number = torch.full_like(plan.num_requests, count)
+    violations = ViolationLog.allocate(ring_cap=2 * len(plan.rows) + len(call["positions"]))
+    changed = dataclasses.replace(plan, seed_slots=seeds, num_requests=number)
+    return call | {"write_plan": changed, "violations": violations}
+
+
+def _thrice(call: dict[str, Any]) -> dict[str, Any]:
+    """Return `call` with the first request's tokens written by the third and the fifth too, at slots outside."""
+    plan = call["write_plan"]
+    num_tokens = len(call["positions"])
+    offsets = torch.tensor([0, num_tokens] * 3)
+    return call | {
+        "write_plan": dataclasses.replace(plan, offsets=offsets),
+        "out_slots": torch.full((num_tokens,), len(call["endpoint"].records)),
+        "violations": ViolationLog.allocate(ring_cap=4 * num_tokens),
+    }
+
+
+def _resolved() -> dict[str, Any]:
+    """Return a call of verify_resolved with an entry of position 0 that follows another one, unlike any of a plan's."""
+    records = _words(6 * 4).view(6, 4)
+    return {
+        "rows": torch.tensor([1]),
+        "resolved": ResolvedSlots(
+            entries=torch.tensor([[1, ~0], [2, 1], [3, 0], [4, 1]], dtype=torch.int32),
+            runs=torch.tensor([[HEAD_OF_CHAIN, 0], [5, 0], [5, -1], [5, 0]], dtype=torch.int32),
+            num_valid=torch.tensor([4], dtype=torch.int32),
+            num_requested=torch.tensor([4]),
+        ),
+        "endpoint": Endpoint(tag=Tag.TAIL_FULL, records=records),
+        "step": torch.tensor([9]),
+        "violations": ViolationLog.allocate(ring_cap=8),
         "counters": torch.zeros(len(Tag), 2, dtype=torch.int64),
     }
 

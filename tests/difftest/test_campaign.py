@@ -177,7 +177,7 @@ def test_a_kernel_that_hangs_is_found(tmp_path: Path) -> None:
     right, wrong = torch.tensor([1, 1, 1]), torch.tensor([1, 9, 1])
     with Executor(imports=[str(path)], time_limit_s=20.0) as executor:
         assert executor.check(get_spec("sleepy"), {"x": right, "y": torch.zeros_like(right)}) is None
-        executor.time_limit_s = 2.0
+        executor.time_limit_s = 0.4
         found = executor.check(get_spec("sleepy"), {"x": wrong, "y": torch.zeros_like(wrong)})
         assert found is not None
         assert found.outcome is Outcome.HUNG

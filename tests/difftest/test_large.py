@@ -1,4 +1,4 @@
-"""Calls just above the bounds of kernels' inner loops."""
+"""Calls at the bounds of kernels' inner loops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kv_canary.difftest.runner import check_case
 from kv_canary.difftest.strategies.large import large_cases
 from kv_canary.specs import get_spec
 
-COUNTS = {"write": 3, "chain_tails": 3, "scatter_token_ids": 5, "plan": 1, "verify_prefixes": 1}
+COUNTS = {"write": 9, "chain_tails": 3, "scatter_token_ids": 5, "plan": 1, "verify_prefixes": 1, "verify_resolved": 1}
 
 
 @pytest.mark.parametrize(("op", "number"), [(op, number) for op, count in COUNTS.items() for number in range(count)])
@@ -29,6 +29,6 @@ def test_they_go_round_the_inner_loops_three_times(device: torch.device) -> None
     plans = [case["write_plan"] for case in large_cases("write", device)]
     at_once = tiles_at_once(device)
     longest = [int(plan.offsets.diff().max()) for plan in plans]
-    assert longest == [2 * at_once * NARROW_TILE + 1, 2 * at_once * TILE_TOKENS + 1, 1]
+    assert longest[:3] == [2 * at_once * NARROW_TILE + 1, 2 * at_once * TILE_TOKENS + 1, 1]
     assert max(len(plan.rows) for plan in plans) > 2 * MAX_REQUESTS
     assert all(len(case["rows"]) > 2 * MAX_BLOCK_REQUESTS for case in large_cases("plan", device))

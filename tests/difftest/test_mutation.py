@@ -121,13 +121,14 @@ def owner_after(op: str) -> int:
         ("raise KeyError(7)", "RAISED"),
         ("__import__('os').kill(__import__('os').getpid(), 11)", "CRASHED"),
         ("__import__('time').sleep(600)", "HUNG"),
+        ("while True: pass", "HUNG"),
         ("pass", ""),
     ],
 )
 def test_an_exception_a_crash_and_a_hang_kill(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, statement: str, outcome: str
 ) -> None:
-    monkeypatch.setitem(mutation_pool.SECONDS_PER_CASE, "cpu", 3.0)
+    monkeypatch.setitem(mutation_pool.SECONDS_PER_CASE, "cpu", 1.0)
     text = changed(
         "reference/retire.py", "    for buffer in records:\n", f"    {statement}\n    for buffer in records:\n"
     )
