@@ -39,4 +39,4 @@ class Patience:
             used = psutil.Process(self.pid).cpu_times()
         except psutil.Error:
             return 0.0
-        return used.user + used.system
+        return float(used.user + used.system)
