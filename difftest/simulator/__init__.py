@@ -7,12 +7,12 @@ what one implementation of the ops keeps beside it.
 from __future__ import annotations
 
 from kv_canary.difftest.simulator.actions import ACTIONS, STEPS, Action, perform
-from kv_canary.difftest.simulator.batch import Request
 from kv_canary.difftest.simulator.config import EngineConfig, GroupConfig
 from kv_canary.difftest.simulator.engine import Engine
 from kv_canary.difftest.simulator.faults import FAULTS, corrupt
 from kv_canary.difftest.simulator.memory import Memory
 from kv_canary.difftest.simulator.op_calls import ENGINE_OPS, Call
+from kv_canary.difftest.simulator.requests import Request
 
 __all__ = [
     "ACTIONS",

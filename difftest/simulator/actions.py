@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kv_canary.difftest.simulator.batch import Request
 from kv_canary.difftest.simulator.engine import Engine
 from kv_canary.difftest.simulator.op_calls import Call
+from kv_canary.difftest.simulator.requests import Request
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,13 +11,13 @@ from kv_canary.capacities import CanaryLimits
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import HEAD_OF_CHAIN, UNCHECKED
 from kv_canary.difftest.simulator.actions import Action, perform
-from kv_canary.difftest.simulator.batch import Request
 from kv_canary.difftest.simulator.config import EngineConfig
 from kv_canary.difftest.simulator.engine import Engine
 from kv_canary.difftest.simulator.groups import Group, LutGroup, RingGroup
 from kv_canary.difftest.simulator.kv_bytes import copy_slots, fill_slots
 from kv_canary.difftest.simulator.op_calls import Call
-from kv_canary.forward import ForwardBatch, ForwardRequest
+from kv_canary.difftest.simulator.requests import Request
+from kv_canary.forward import ForwardBatch
 from kv_canary.manager import CanaryManager
 from kv_canary.observers import Observer
 from kv_canary.perturb import PerturbConfig
@@ -173,18 +173,7 @@ class CanaryEngine(Engine):
         for group in self.luts:
             self._there(f"LUT of {group.name}", group.lookup)
         return ForwardBatch(
-            requests=[
-                ForwardRequest(
-                    request_id=f"request {request.serial}",
-                    row=request.row,
-                    owner=request.owner,
-                    prefix_len=request.cached,
-                    extend_len=extend,
-                    tokens=_history(request),
-                    identity=request.identity,
-                )
-                for request, extend in extends.items()
-            ],
+            requests=[request.extended(extend) for request, extend in extends.items()],
             input_ids=batch.input_ids,
             positions=batch.positions,
             out_slots=batch.out_slots,
@@ -225,8 +214,3 @@ def _moved(config: EngineConfig, device: torch.device) -> EngineConfig:
 
     groups = [replace(g, k_source=move(g.k_source), v_source=move(g.v_source)) for g in config.groups]
     return replace(config, groups=tuple(groups))
-
-
-def _history(request: Request) -> Callable[[int, int], list[int]]:
-    """Return a function that gives the request's own tokens; it follows them as they grow."""
-    return lambda start, end: request.tokens[start:end]

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from kv_canary.difftest.simulator.batch import Request
 from kv_canary.difftest.simulator.config import EngineConfig
 from kv_canary.difftest.simulator.faults import Change, with_changes
 from kv_canary.difftest.simulator.groups import LutGroup, RingGroup
 from kv_canary.difftest.simulator.kv_bytes import fill_slots
 from kv_canary.difftest.simulator.memory import Memory
 from kv_canary.difftest.simulator.op_calls import Call, StepCalls
+from kv_canary.difftest.simulator.requests import Request
 from kv_canary.difftest.simulator.scheduler_state import VOCABULARY, SchedulerState
 from kv_canary.specs import get_spec
 
@@ -41,13 +41,8 @@ class Engine(SchedulerState):
         config = self.config
         text = np.random.default_rng([config.seed, stem]).integers(0, VOCABULARY, config.max_len)
         prompt = [int(t) for t in text[:shared]] + self.new_tokens(max(fresh, int(shared == 0)))
-        request = Request(
-            serial=self.next_serial,
-            owner=self.next_serial,
-            identity=identity if config.anchors else 0,
-            tokens=prompt[: config.max_len - 1] + self.new_tokens(config.token_offset),
-        )
-        self.next_serial += 1
+        tokens = prompt[: config.max_len - 1] + self.new_tokens(config.token_offset)
+        request = self._new_request(tokens, identity=identity if config.anchors else 0)
         self.waiting.append(request)
         return request
 
@@ -124,10 +119,7 @@ class Engine(SchedulerState):
         if not (yield from self.make_room(len(copied))):
             yield from self.release(shared, owner=parent.owner)
             return
-        child = Request(
-            serial=self.next_serial, owner=self.next_serial, identity=parent.identity, tokens=list(parent.tokens)
-        )
-        self.next_serial += 1
+        child = self._new_request(list(parent.tokens), identity=parent.identity)
         self._take_row(child)
         child.cached, child.steps = parent.cached, parent.steps
         child.pages = shared + self.new_pages(len(copied))
@@ -165,6 +157,10 @@ class Engine(SchedulerState):
         self.restart()
         self.changes.clear()
         self.healthy = True
+
+    def _new_request(self, tokens: list[int], *, identity: int) -> Request:
+        serial, self.next_serial = self.next_serial, self.next_serial + 1
+        return Request(name=f"request {serial}", serial=serial, owner=serial, identity=identity, tokens=tokens)
 
     def _take_row(self, request: Request) -> None:
         request.row = self.free_rows.pop()

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from kv_canary.difftest.simulator.allocator import PageAllocator
-from kv_canary.difftest.simulator.batch import Request
 from kv_canary.difftest.simulator.config import GroupConfig, Kind
+from kv_canary.difftest.simulator.requests import Request
 from kv_canary.errors import must_be
 from kv_canary.specs.structures import KvSource
 

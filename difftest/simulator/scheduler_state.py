@@ -11,12 +11,13 @@ import torch
 
 from kv_canary.constants import ANCHOR, to_signed
 from kv_canary.difftest.simulator.allocator import PageAllocator
-from kv_canary.difftest.simulator.batch import Batch, Request, Segments
+from kv_canary.difftest.simulator.batch import Batch, Segments
 from kv_canary.difftest.simulator.config import EngineConfig
 from kv_canary.difftest.simulator.groups import Group, LutGroup, RingGroup, rows_apart
 from kv_canary.difftest.simulator.kv_bytes import copy_slots
 from kv_canary.difftest.simulator.op_calls import Call, int64, move_call, retire_call
 from kv_canary.difftest.simulator.prefix_cache import PrefixCache
+from kv_canary.difftest.simulator.requests import Request
 from kv_canary.errors import must_be
 
 VOCABULARY = 1 << 17

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from kv_canary.config import CanaryConfig
 from kv_canary.difftest.simulator import Action, EngineConfig
 from kv_canary.difftest.simulator.actions import random_action
-from kv_canary.difftest.simulator.batch import Request
 from kv_canary.difftest.simulator.canary_engine import CanaryEngine
 from kv_canary.difftest.simulator.groups import Group
+from kv_canary.difftest.simulator.requests import Request
 from kv_canary.difftest.strategies.engine import engine_configs
 from kv_canary.forward import ForwardBatch
 

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 import kv_canary as kc
+from kv_canary.difftest.simulator.requests import Request
+from kv_canary.difftest.simulator.scripted_engine import ScriptedEngine, kv_source
 
 MAX_ROWS, MAX_LEN, SLOTS = 8, 512, 2048
-LAYERS, BYTES = 2, 32
+BYTES = 32
 WINDOW = 8
 
 # What a rank says.
@@ -41,92 +43,77 @@ class Place:
         return self.ranks.rank
 
 
-@dataclass
-class Request:
-    """A request: its own tokens, and how many of them are cached."""
+class RankEngine(ScriptedEngine):
+    """A scripted engine all of whose ranks run the same forwards with the same tables, and wait for each other in each.
 
-    name: str
-    row: int
-    tokens: list[int]
-    cached: int = 0
-
-
-class RankEngine:
-    """An engine without a model: it allocates slots, fills tables and writes bytes of its own where K and V would go.
-
-    All ranks of one scenario run the same forwards with the same tables, and wait for each other in every one of them,
-    as tensor parallel ranks do.
+    K and V are a rank's own, as those of tensor parallel ranks are.
     """
 
     def __init__(self, place: Place, **config: Any) -> None:
-        self.place, device = place, place.device
-        self.random = torch.Generator(device).manual_seed(place.rank)
-        self.groups = [self._group("full", 0), self._group("window", WINDOW)]
-        self.manager = kc.CanaryManager(
-            self.groups,
+        self.place = place
+        random = torch.Generator(place.device).manual_seed(place.rank)
+        groups = [
+            kc.BufferGroup(
+                name=name,
+                window=window,
+                pool=kc.KvPool(
+                    name=name,
+                    num_slots=SLOTS,
+                    k_source=kv_source(SLOTS, BYTES, device=place.device, random=random),
+                    v_source=kv_source(SLOTS, BYTES, device=place.device, random=random),
+                    device=place.device,
+                ),
+            )
+            for name, window in (("full", 0), ("window", WINDOW))
+        ]
+        super().__init__(
+            groups,
+            kc.CanaryConfig(stride=1, **config),
             limits=kc.CanaryLimits(max_rows=MAX_ROWS, max_requests=4, max_tokens=64, max_len=MAX_LEN),
-            config=kc.CanaryConfig(stride=1, **config),
+            random=random,
             ranks=place.ranks,
         )
-        # The canary's own failures are to be seen here, in log mode too.
-        self.manager.guard.contains = False
-        self.tables = {g.name: torch.zeros(MAX_ROWS, MAX_LEN, dtype=torch.int32, device=device) for g in self.groups}
-        self.requests: dict[str, Request] = {}
-        self._next_slot = 1
         # Whether the ranks wait for each other in every forward.
         self.together = True
         self.raised: list[kc.RankViolationError] = []
         # What the canary took of the host in each step, in seconds.
         self.seconds: list[float] = []
 
-    def add(self, name: str, length: int, *, like: Request | None = None) -> Request:
-        """Return a new request of so many tokens, which begin as those of `like` do."""
-        row = len(self.requests) + 1
-        tokens = [1000 * row + i for i in range(length)]
-        if like is not None:
-            tokens[: len(like.tokens)] = like.tokens[:length]
-        self.requests[name] = Request(name, row, tokens)
-        return self.requests[name]
-
     def load(self, request: Request, source: Request, length: int, *, arrives: bool = True) -> None:
         """Give a request new slots for so many positions, and load into them what `source` has there.
 
         Args:
+            request: which has none yet.
+            source: another one.
+            length: of the prefix.
             arrives: whether the bytes and their records really come.
         """
+        self.map(request, 0, length)
         for group in self.groups:
             table = self.tables[group.name]
-            src = table[source.row, :length].long()
-            dst = torch.arange(self._next_slot, self._next_slot + length, device=src.device)
-            table[request.row, :length] = dst.int()
+            src, dst = table[source.row, :length].long(), table[request.row, :length].long()
             if arrives:
-                for layer in _layers(group):
-                    layer[dst] = layer[src]
-                self.manager.move(group.pool, src, dst, owner=request.row)
-        self._next_slot += length
+                for half in (group.pool.k_source, group.pool.v_source):
+                    for layer in () if half is None else half.layers:
+                        layer[dst] = layer[src]
+                self.manager.move(group.pool, src, dst, owner=request.owner)
         request.cached = length
 
     def damage(self, request: Request, position: int) -> None:
         """Flip one covered bit of the K of a cached position; a second time flips it back."""
         group = self.groups[0]
-        source = group.pool.k_source
-        if source is not None:
-            layer, start, _ = source.coverage(position)
-            source.layers[layer][self.tables["full"][request.row, position].long(), start] ^= 1
+        self.flip(group, "K", self.slot_of(group, request, position), position)
 
-    def step(self, *work: tuple[Request, int], fails: bool = False) -> None:
+    def extend(self, *work: tuple[Request, int], fails: bool = False) -> None:
         """Run one forward that extends each request by so many tokens; one that fails does so before the model."""
-        batch = self._batch(work)
+        batch = self.batch(*work)
         began = time.perf_counter()
         try:
-            with self.manager.forward().around(batch):
+            with self.forward.around(batch):
                 model_began = time.perf_counter()
                 if fails:
                     raise _ModelError
-                for group in self.groups:
-                    slots = batch.out_slots[group.name]
-                    for layer in _layers(group):
-                        layer[slots] = self._bytes(len(slots))
+                self.write_bytes(batch)
                 if self.together:
                     torch.distributed.barrier(self.place.model)
                 model_ended = time.perf_counter()
@@ -156,53 +143,6 @@ class RankEngine:
             "raised": [str(error) for error in self.raised],
         }
 
-    def _batch(self, work: Sequence[tuple[Request, int]]) -> kc.ForwardBatch:
-        device = self.place.device
-        ids: list[int] = []
-        positions: list[int] = []
-        for request, count in work:
-            start, end = request.cached, request.cached + count
-            slots = torch.arange(self._next_slot, self._next_slot + count, dtype=torch.int32, device=device)
-            for table in self.tables.values():
-                table[request.row, start:end] = slots
-            self._next_slot += count
-            ids += request.tokens[start:end]
-            positions += range(start, end)
-        flat = [self.tables["full"][r.row, r.cached : r.cached + n] for r, n in work]
-        return kc.ForwardBatch(
-            requests=[
-                kc.ForwardRequest(
-                    request_id=request.name,
-                    row=request.row,
-                    owner=request.row,
-                    prefix_len=request.cached,
-                    extend_len=count,
-                    tokens=lambda a, b, request=request: request.tokens[a:b],  # type: ignore[misc]
-                )
-                for request, count in work
-            ],
-            input_ids=torch.tensor(ids, device=device),
-            positions=torch.tensor(positions, device=device),
-            out_slots=dict.fromkeys(self.tables, torch.cat(flat).long()),
-            tables=self.tables,
-        )
-
-    def _group(self, name: str, window: int) -> kc.BufferGroup:
-        k, v = (
-            kc.KvSource(layers=tuple(self._bytes(SLOTS) for _ in range(LAYERS)), page_size=1, bytes_per_token=BYTES)
-            for _ in range(2)
-        )
-        pool = kc.KvPool(name=name, num_slots=SLOTS, k_source=k, v_source=v, device=self.place.device)
-        return kc.BufferGroup(name=name, pool=pool, window=window)
-
-    def _bytes(self, count: int) -> torch.Tensor:
-        shape = (count, BYTES)
-        return torch.randint(0, 256, shape, dtype=torch.uint8, device=self.place.device, generator=self.random)
-
 
 class _ModelError(RuntimeError):
     """The model failed on this rank."""
-
-
-def _layers(group: kc.BufferGroup) -> list[torch.Tensor]:
-    return [layer for s in (group.pool.k_source, group.pool.v_source) if s is not None for layer in s.layers]

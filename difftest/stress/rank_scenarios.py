@@ -13,18 +13,19 @@ from functools import partial
 from typing import Any
 
 import kv_canary as kc
-from kv_canary.difftest.stress.rank_engine import Facts, Place, RankEngine, Request
+from kv_canary.difftest.simulator.requests import Request
+from kv_canary.difftest.stress.rank_engine import Facts, Place, RankEngine
 
 
 def healthy(place: Place, *, steps: int) -> Facts:
     """Requests one of which goes on from another's prefix: the ranks agree all along."""
     engine = RankEngine(place, digest_every=5)
     a = engine.add("a", 400)
-    engine.step((a, 32))
-    b = engine.add("b", 400, like=Request("", 0, a.tokens[:32]))
+    engine.extend((a, 32))
+    b = engine.add("b", begins_as(a, 32, 400))
     engine.load(b, a, 32)
     for _ in range(steps - 1):
-        engine.step((a, 1), (b, 1))
+        engine.extend((a, 1), (b, 1))
     engine.manager.flush(all_ranks=True)
     return engine.facts()
 
@@ -41,9 +42,9 @@ def costs(place: Place) -> Facts:
     for ranks, (name, config) in zip([place.ranks, *place.spare], configs.items(), strict=True):
         engine = RankEngine(dataclasses.replace(place, ranks=ranks), **config)
         a, b = engine.add("a", 400), engine.add("b", 400)
-        engine.step((a, 32), (b, 32))
+        engine.extend((a, 32), (b, 32))
         for _ in range(30):
-            engine.step((a, 1), (b, 1))
+            engine.extend((a, 1), (b, 1))
         found[name] = round(statistics.median(engine.seconds[-20:]) * 1e6)
     return {"host_us": found}
 
@@ -58,14 +59,19 @@ def other_kv(place: Place) -> Facts:
     return _loaded(place, source="b" if place.rank == 1 else "a")
 
 
+def begins_as(request: Request, shared: int, length: int) -> list[int]:
+    """Return so many tokens, the first `shared` of which are another request's."""
+    return [*request.tokens[:shared], *range(50_000, 50_000 + length - shared)]
+
+
 def _loaded(place: Place, *, source: str = "a", arrives: bool = True) -> Facts:
     engine = RankEngine(place, digest_every=1)
     a, b = engine.add("a", 64), engine.add("b", 64)
-    engine.step((a, 32), (b, 32))
-    c = engine.add("c", 64, like=Request("", 0, a.tokens[:32]))
+    engine.extend((a, 32), (b, 32))
+    c = engine.add("c", begins_as(a, 32, 64))
     engine.load(c, engine.requests[source], 32, arrives=arrives)
     for _ in range(8):
-        engine.step((c, 1), (b, 1))
+        engine.extend((c, 1), (b, 1))
     engine.manager.flush(all_ranks=True)
     return engine.facts()
 
@@ -74,13 +80,13 @@ def prefix_len(place: Place) -> Facts:
     """A prefix hit is shorter on rank 1, which computes the rest anew."""
     engine = RankEngine(place, digest_every=1)
     a, b = engine.add("a", 64), engine.add("b", 64)
-    engine.step((a, 32), (b, 32))
-    c = engine.add("c", 64, like=Request("", 0, a.tokens[:32]))
+    engine.extend((a, 32), (b, 32))
+    c = engine.add("c", begins_as(a, 32, 64))
     hit = 16 if place.rank == 1 else 32
     engine.load(c, a, hit)
-    engine.step((c, 33 - hit), (b, 1))
+    engine.extend((c, 33 - hit), (b, 1))
     for _ in range(8):
-        engine.step((c, 1), (b, 1))
+        engine.extend((c, 1), (b, 1))
     engine.manager.flush(all_ranks=True)
     return engine.facts()
 
@@ -90,9 +96,9 @@ def tokens(place: Place) -> Facts:
     engine = RankEngine(place, digest_every=2)
     a, b = engine.add("a", 64), engine.add("b", 64)
     a.tokens[3] += place.rank == 1
-    engine.step((a, 32), (b, 32))
+    engine.extend((a, 32), (b, 32))
     for _ in range(8):
-        engine.step((a, 1), (b, 1))
+        engine.extend((a, 1), (b, 1))
     engine.manager.flush(all_ranks=True)
     return engine.facts()
 
@@ -101,13 +107,13 @@ def requests(place: Place) -> Facts:
     """Rank 1 runs a step with a request less."""
     engine = RankEngine(place, digest_every=1)
     a, b = engine.add("a", 64), engine.add("b", 64)
-    engine.step((a, 32), (b, 32))
+    engine.extend((a, 32), (b, 32))
     if place.rank == 1:
-        engine.step((a, 1))
+        engine.extend((a, 1))
     else:
-        engine.step((a, 1), (b, 1))
+        engine.extend((a, 1), (b, 1))
     for _ in range(8):
-        engine.step((a, 1))
+        engine.extend((a, 1))
     engine.manager.flush(all_ranks=True)
     return engine.facts()
 
@@ -116,14 +122,14 @@ def damage_logged(place: Place) -> Facts:
     """In log mode, a byte flips on rank 1: the other learns that it has violations."""
     engine = RankEngine(place, digest_every=1)
     a = engine.add("a", 64)
-    engine.step((a, 32))
+    engine.extend((a, 32))
     if place.rank == 1:
         engine.damage(a, 20)
-    engine.step((a, 1))
+    engine.extend((a, 1))
     if place.rank == 1:
         engine.damage(a, 20)
     for _ in range(8):
-        engine.step((a, 1))
+        engine.extend((a, 1))
     engine.manager.flush(all_ranks=True)
     return engine.facts()
 
@@ -132,11 +138,11 @@ def damage_raised(place: Place) -> Facts:
     """In raise mode, a byte flips on rank 1: both raise before the same step, and go on together afterwards."""
     engine = RankEngine(place, mode="raise", digest_every=place.ranks.size)
     a = engine.add("a", 64)
-    engine.step((a, 32))
+    engine.extend((a, 32))
     for step in range(20):
         if place.rank == 1 and step in (5, 6):
             engine.damage(a, 20)
-        engine.step((a, 1))
+        engine.extend((a, 1))
     engine.manager.flush(all_ranks=True)
     return engine.facts()
 
@@ -145,12 +151,12 @@ def difference_raised(place: Place) -> Facts:
     """In raise mode, a prefix is loaded on rank 0 only: both raise, for what rank 1 finds and for the difference."""
     engine = RankEngine(place, mode="raise", digest_every=1)
     a = engine.add("a", 64)
-    engine.step((a, 32))
-    c = engine.add("c", 64, like=Request("", 0, a.tokens[:32]))
+    engine.extend((a, 32))
+    c = engine.add("c", begins_as(a, 32, 64))
     engine.load(c, a, 32, arrives=place.rank == 0)
-    engine.step((c, 1))
+    engine.extend((c, 1))
     for _ in range(10):
-        engine.step((a, 1))
+        engine.extend((a, 1))
     engine.manager.flush(all_ranks=True)
     return engine.facts()
 
@@ -159,20 +165,20 @@ def flush_alone(place: Place) -> Facts:
     """In raise mode, rank 1 finds something and flushes alone: nothing is raised there, but soon after by both."""
     engine = RankEngine(place, mode="raise", digest_every=2)
     a = engine.add("a", 64)
-    engine.step((a, 32))
+    engine.extend((a, 32))
     if place.rank == 1:
         engine.damage(a, 20)
-    engine.step((a, 1))
+    engine.extend((a, 1))
     if place.rank == 1:
         engine.damage(a, 20)
         engine.manager.flush()
     alone = len(engine.raised)
     for _ in range(4):
-        engine.step((a, 1))
+        engine.extend((a, 1))
     # And what the last step finds is raised by all where all flush.
     if place.rank == 1:
         engine.damage(a, 20)
-    engine.step((a, 1))
+    engine.extend((a, 1))
     try:
         engine.manager.flush(all_ranks=True)
     except kc.RankViolationError as error:
@@ -184,19 +190,19 @@ def failing(place: Place, *, mode: str, retry: bool) -> Facts:
     """A forward fails on rank 1 only; all go on with other requests, or rank 1 tries again and is a step ahead."""
     engine = RankEngine(place, mode=mode, digest_every=2)
     a, b = engine.add("a", 200), engine.add("b", 200)
-    engine.step((a, 32), (b, 32))
+    engine.extend((a, 32), (b, 32))
     for _ in range(5):
-        engine.step((a, 1), (b, 1))
+        engine.extend((a, 1), (b, 1))
     fails = place.rank == 1
     engine.together = retry
     if fails:
-        engine.step((a, 1), fails=True)
+        engine.extend((a, 1), fails=True)
     if retry or not fails:
-        engine.step((a, 1))
+        engine.extend((a, 1))
     engine.together = True
     rest = a if retry else b
     for _ in range(30):
-        engine.step((rest, 1))
+        engine.extend((rest, 1))
     engine.manager.flush()
     return engine.facts()
 
@@ -214,9 +220,9 @@ def killed(place: Place, *, mode: str) -> Facts:
 def _leaving(place: Place, *, mode: str, leave: Callable[[], None]) -> Facts:
     engine = RankEngine(place, mode=mode, digest_every=2)
     a = engine.add("a", 400)
-    engine.step((a, 32))
+    engine.extend((a, 32))
     for _ in range(10):
-        engine.step((a, 1))
+        engine.extend((a, 1))
     engine.together = False
     last = place.ranks.size - 1
     if place.rank == last:
@@ -227,10 +233,10 @@ def _leaving(place: Place, *, mode: str, leave: Callable[[], None]) -> Facts:
         engine.damage(a, 20)
     timeout = place.ranks.timeout
     while time.monotonic() - began < 2 * timeout and engine.manager.summary().status != "degraded":
-        engine.step((a, 1))
+        engine.extend((a, 1))
         time.sleep(timeout / 50)
     for _ in range(3):
-        engine.step((a, 1))
+        engine.extend((a, 1))
     engine.manager.flush(all_ranks=True)
     return engine.facts() | {"seconds": round(time.monotonic() - began, 1)}
 

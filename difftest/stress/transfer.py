@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from kv_canary.commands.facts import facts
-from kv_canary.difftest.simulator.transfer import FULL, PAGE, READ_BYTES, SWA, Copy, Request, TransferEngine
+from kv_canary.difftest.simulator.transfer import FULL, PAGE, READ_BYTES, SWA, Copy, PlacedRequest, TransferEngine
 from kv_canary.difftest.stress.transfer_faults import (
     BLAMED,
     FAULTS,
@@ -198,10 +198,10 @@ def _prefill(engine: TransferEngine, run: Run) -> dict[str, Any]:
     """Prefill every wave in chunks, then send each of its requests and free it."""
     slots = {}
     for wave in run.waves:
-        requests = [engine.add(name, _text(text)[:length]) for name, text, length in wave]
+        requests = [engine.arrive(name, _text(text)[:length]) for name, text, length in wave]
         lengths = {r: len(r.tokens) for r in requests}
         while work := [(r, min(CHUNK, lengths[r] - r.cached)) for r in requests if r.cached < lengths[r]]:
-            engine.forward(*work)
+            engine.extend(*work)
         for request, (_, text, length) in zip(requests, wave, strict=True):
             request.tokens.append(_text(text)[length])
         words = {name: geometry_word(pool) for name, pool in engine.pools.items()}
@@ -216,7 +216,7 @@ def _prefill(engine: TransferEngine, run: Run) -> dict[str, Any]:
                     fault=run.fault,
                     pool=run.pool,
                     ahead=destinations[0],
-                    other=requests[i + 1].pages,
+                    other=requests[i + 1].places,
                 )
         _tell(messages)
         for copy in itertools.chain.from_iterable(messages):
@@ -229,16 +229,16 @@ def _prefill(engine: TransferEngine, run: Run) -> dict[str, Any]:
 
 def _decode(engine: TransferEngine, run: Run) -> dict[str, Any]:
     """Receive and land one request after the other, and decode all that have come, until each has had enough."""
-    running: dict[Request, int] = {}
+    running: dict[PlacedRequest, int] = {}
     landed = {"received": 0, "cleared": 0, "uncovered": 0}
     slots, first_steps = {}, {}
     for _ in run.waves:
         words, headers = _hear()
         same = {name: compare_geometry(pool, words[name]) for name, pool in engine.pools.items()}
-        requests = [engine.add(name, tokens) for name, tokens, _ in headers]
+        requests = [engine.arrive(name, tokens) for name, tokens, _ in headers]
         for request, (_, _, length) in zip(requests, headers, strict=True):
             engine.expect(request, length)
-        _tell(([r.pages for r in requests], engine.token_bytes))
+        _tell(([r.places for r in requests], engine.token_bytes))
         for request, copies in zip(requests, _hear(), strict=True):
             slots[request.name] = _slots(engine, request)
             _receive(engine, copies, request, run)
@@ -256,7 +256,7 @@ def _decode(engine: TransferEngine, run: Run) -> dict[str, Any]:
     return {"landed": landed, "slots": slots, "first_steps": first_steps}
 
 
-def _receive(engine: TransferEngine, copies: Sequence[Copy], request: Request, run: Run) -> None:
+def _receive(engine: TransferEngine, copies: Sequence[Copy], request: PlacedRequest, run: Run) -> None:
     """Take in the messages of one request, and do what happens to the target on this side."""
     fault = run.fault if request.name == "target" else None
     for copy in copies:
@@ -270,8 +270,8 @@ def _receive(engine: TransferEngine, copies: Sequence[Copy], request: Request, r
         overwrite(engine, request, pool=run.pool)
 
 
-def _land(engine: TransferEngine, name: str, request: Request, *, same_geometry: bool) -> Landing:
-    pages = request.pages[name]
+def _land(engine: TransferEngine, name: str, request: PlacedRequest, *, same_geometry: bool) -> Landing:
+    pages = request.places[name]
     return land(
         engine.manager,
         engine.pools[name],
@@ -282,11 +282,11 @@ def _land(engine: TransferEngine, name: str, request: Request, *, same_geometry:
     )
 
 
-def _decode_step(engine: TransferEngine, running: dict[Request, int]) -> None:
+def _decode_step(engine: TransferEngine, running: dict[PlacedRequest, int]) -> None:
     """Give every running request one more token; those that have had enough are freed."""
     if not running:
         return
-    engine.forward(*((request, 1) for request in running))
+    engine.extend(*((request, 1) for request in running))
     for request in list(running):
         request.tokens.append(_text(request.owner)[request.cached])
         running[request] -= 1
@@ -311,9 +311,9 @@ def _findings(engine: TransferEngine) -> dict[str, Any]:
     return {"summary": engine.manager.summary().as_dict(), "reports": reports}
 
 
-def _slots(engine: TransferEngine, request: Request) -> dict[str, list[int]]:
+def _slots(engine: TransferEngine, request: PlacedRequest) -> dict[str, list[int]]:
     """Return the slot of each of a request's cached positions, by pool; 0 where it is not resident."""
-    return {name: [engine.slot_of(name, request, p) for p in range(request.cached)] for name in engine.pools}
+    return {g.name: [engine.slot_of(g, request, p) for p in range(request.cached)] for g in engine.groups}
 
 
 def _text(seed: int) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kv_canary.difftest.simulator.transfer import PAGE, Copy, Request, TransferEngine
+from kv_canary.difftest.simulator.transfer import PAGE, Copy, PlacedRequest, TransferEngine
 
 BEFORE = ("a K byte changed", "a V byte changed", "freed too early")
 ON_THE_WAY = (
@@ -34,14 +34,15 @@ SILENT = ("a K byte changed",)
 BLAMED = {"too many pages": {"ahead"}, "overwritten before landing": {"target", "intruder"}}
 
 
-def damage_before(engine: TransferEngine, target: Request, *, fault: str, pool: str) -> None:
+def damage_before(engine: TransferEngine, target: PlacedRequest, *, fault: str, pool: str) -> None:
     """Do what happens to the target on the prefill side, behind TAIL and before the transfer."""
     position = target.cached - 3
-    slot = engine.slot_of(pool, target, position)
+    group = next(group for group in engine.groups if group.name == pool)
+    slot = engine.slot_of(group, target, position)
     if fault == "a K byte changed":
-        engine.flip(pool, "K", slot, position)
+        engine.flip(group, "K", slot, position)
     elif fault == "a V byte changed":
-        engine.flip(pool, "V", slot, position)
+        engine.flip(group, "V", slot, position)
     elif fault == "freed too early":
         engine.retire(target, pool)
 
@@ -93,15 +94,15 @@ def damage_on_the_way(
     return [c for c in copies if c.pool != pool] + changed
 
 
-def overwrite(engine: TransferEngine, target: Request, *, pool: str) -> None:
+def overwrite(engine: TransferEngine, target: PlacedRequest, *, pool: str) -> None:
     """Make another request's forward write into one of the target's pages."""
-    intruder = engine.add("intruder", range(1, PAGE + 1))
-    page = list(target.pages[pool].values())[1]
+    intruder = engine.arrive("intruder", range(1, PAGE + 1))
+    page = list(target.places[pool].values())[1]
 
     def damage(out_slots: dict[str, torch.Tensor]) -> None:
         out_slots[pool] = engine.slots(page)
 
-    engine.forward((intruder, PAGE), damage=damage)
+    engine.extend((intruder, PAGE), damage=damage)
     engine.free(intruder)
 
 

@@ -54,7 +54,7 @@ class Life:
     def start(self, engine: RankEngine) -> None:
         """Begin the request, in new slots."""
         engine.requests["a"].cached = 0
-        engine.step((engine.requests["a"], 32))
+        engine.extend((engine.requests["a"], 32))
 
     def run(self, engine: RankEngine, steps: int) -> None:
         """Run so many steps, together with the other ranks, as tensor parallel ones do."""
@@ -62,7 +62,7 @@ class Life:
         for _ in range(steps):
             if a.cached == len(a.tokens):
                 self.start(engine)
-            engine.step((a, 1))
+            engine.extend((a, 1))
             # As a model takes its time.
             time.sleep(0.02)
 
@@ -213,7 +213,7 @@ def other_numbers(life: Life, *, mode: str) -> dict[str, Any]:
         engine.together = False
         b = engine.add("b", 64)
         for _ in range(12):
-            engine.step((b, 1))
+            engine.extend((b, 1))
         engine.together = True
     if not watch.alone:
         watch._part("they are to meet again")

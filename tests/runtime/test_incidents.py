@@ -13,7 +13,7 @@ from kv_canary.reports.incidents import IncidentTracker, goes_on, ranges, ranges
 from kv_canary.specs.violation_row import ViolationRow
 from kv_canary.sweep import CachedSlots
 
-from .engine import BYTES, LAYERS, Engine, full_engine, make_pool
+from .engine import BYTES, Engine, full_engine, make_pool
 
 PAGE = 4
 
@@ -26,25 +26,9 @@ class PagedEngine(Engine):
         super().__init__([group or kc.BufferGroup(name="full", pool=paged_pool())], config)
         self.next_slot[self.groups[0].pool] = PAGE
 
-    def write_bytes(self, batch: kc.ForwardBatch) -> None:
-        for group in self.groups:
-            slots = batch.out_slots[group.name]
-            for half in "KV":
-                for layer in flat_layers(group.pool, half):
-                    layer[slots] = torch.randint(0, 256, (len(slots), BYTES), dtype=torch.uint8)
-
 
 def paged_pool(pages: int = 32) -> kc.KvPool:
-    k, v = (
-        kc.KvSource(
-            layers=tuple(torch.randint(0, 256, (pages, PAGE, BYTES), dtype=torch.uint8) for _ in range(LAYERS)),
-            page_size=PAGE,
-            bytes_per_token=BYTES,
-            read_bytes=BYTES,
-        )
-        for _ in range(2)
-    )
-    return kc.KvPool(name="pool", num_slots=pages * PAGE, k_source=k, v_source=v, device="cpu")
+    return make_pool(pages * PAGE, page_size=PAGE)
 
 
 def flat_layers(pool: kc.KvPool, half: str) -> list[torch.Tensor]:

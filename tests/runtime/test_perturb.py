@@ -19,7 +19,7 @@ from kv_canary.perturb import perturber as perturber_module
 from kv_canary.reports import CanaryViolationError
 from kv_canary.sweep import CachedSlots
 
-from .engine import MAX_LEN, MAX_ROWS, Engine, Request, make_pool
+from .engine import Engine, Request, make_pool
 from .test_captured import Tape
 
 WARM_UP = 3
@@ -50,20 +50,8 @@ class Perturbed(Engine):
     oracle = True
 
     def __init__(self, kind: str, perturb: PerturbConfig | None, **options: Any) -> None:
-        super().__init__(
-            make_groups(kind), kc.CanaryConfig(**{"backend": "reference", "check_tokens": True, **options})
-        )
-        self.manager = kc.CanaryManager(
-            self.groups,
-            limits=kc.CanaryLimits(max_rows=MAX_ROWS, max_requests=4, max_tokens=64, max_len=MAX_LEN),
-            config=self.config,
-            rows=self.rows,
-            perturb=perturb,
-            cached=self.cached,
-        )
-        # The canary's own failures are to be seen here, in log mode too.
-        self.manager.guard.contains = False
-        self.forward = self.manager.forward()
+        config = kc.CanaryConfig(**{"backend": "reference", "check_tokens": True, **options})
+        super().__init__(make_groups(kind), config, perturb=perturb, cached=self.cached)
         self.group = self.groups[-1]
         self.asked = 0
         self.over = self.add("over", 12)

@@ -21,7 +21,7 @@ from kv_canary.observers import Observer
 from kv_canary.ranks import watch
 from kv_canary.ranks.compare import Word
 
-from .engine import MAX_LEN, MAX_ROWS, Engine, Request, make_pool
+from .engine import Engine, Request, make_pool
 
 
 class Bus:
@@ -89,16 +89,10 @@ def rank_engines(monkeypatch: pytest.MonkeyPatch, size: int = 2, **config: Any) 
             [
                 kc.BufferGroup(name="full", pool=make_pool(512)),
                 kc.BufferGroup(name="ring", pool=make_pool(64), window=5, ring=True),
-            ]
-        )
-        engine.manager = kc.CanaryManager(
-            engine.groups,
-            limits=kc.CanaryLimits(max_rows=MAX_ROWS, max_requests=4, max_tokens=64, max_len=MAX_LEN),
-            config=kc.CanaryConfig(backend="reference", **config),
-            rows=engine.rows,
+            ],
+            kc.CanaryConfig(backend="reference", **config),
             ranks=Rank(bus, rank),
         )
-        engine.forward = engine.manager.forward()
         engines.append(engine)
     return engines
 
@@ -114,8 +108,7 @@ def sent(engine: Engine) -> list[torch.Tensor]:
 
 def damage(engine: Engine, request: Request, position: int) -> None:
     group = engine.groups[0]
-    layer, start, _ = group.pool.k_source.coverage(position)
-    group.pool.k_source.layers[layer][engine.slot_of(group, request, position), start] ^= 1
+    engine.flip(group, "K", engine.slot_of(group, request, position), position)
 
 
 def exchanges(steps: int, *, every: int, agrees: bool) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
@@ -18,8 +18,9 @@ from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.runtime_context import get_parallel
 
 import kv_canary as kc
+from kv_canary.difftest.simulator.requests import Request
+from kv_canary.difftest.simulator.scripted_engine import ScriptedEngine
 from kv_canary.engines.sglang.pools import attach
-from kv_canary.rows import RowTable
 
 MAX_ROWS, MAX_LEN, SIZE, WINDOW = 5, 128, 512, 12
 WHOLE = 1 << 20
@@ -52,94 +53,55 @@ class Kind:
         return any("swa" in group for group, _ in self.cells)
 
 
-@dataclass
-class Request:
-    name: str
-    row: int
-    owner: int
-    tokens: list[int]
-    cached: int = 0
+class PoolEngine(ScriptedEngine):
+    """A canary over a real pool, its allocator and `req_to_token`.
 
+    Args:
+        kind: of pool.
+        page: tokens in a page.
+        read_bytes: that fingerprints cover.
+        config: fields of `CanaryConfig`.
+    """
 
-@dataclass
-class PoolEngine:
-    """A canary over a real pool, its allocator and `req_to_token`."""
-
-    kind: Kind
-    page: int
-    read_bytes: int = WHOLE
-    config: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, kind: Kind, page: int, *, read_bytes: int = WHOLE, config: Mapping[str, Any] | None = None
+    ) -> None:
         torch.manual_seed(0)
-        self.rows = RowTable(MAX_ROWS)
+        self.kind, self.page = kind, page
         with one_rank():
-            self.pool = self.kind.make(self.page)
-            self.allocator = make_allocator(self.pool, self.page)
-            self.table = memory_pool.ReqToTokenPool(MAX_ROWS - 1, MAX_LEN, "cpu", False).req_to_token
-            self.groups = attach(self.pool, name="", read_bytes=self.read_bytes, window=WINDOW)
-        self.manager = kc.CanaryManager(
-            self.groups,
+            self.pool = kind.make(page)
+            self.allocator = make_allocator(self.pool, page)
+            table = memory_pool.ReqToTokenPool(MAX_ROWS - 1, MAX_LEN, "cpu", False).req_to_token
+            groups = attach(self.pool, name="", read_bytes=read_bytes, window=WINDOW)
+        super().__init__(
+            groups,
+            kc.CanaryConfig(**{"backend": "reference", "max_reports_per_step": 1000, **(config or {})}),
             limits=kc.CanaryLimits(max_rows=MAX_ROWS, max_requests=4, max_tokens=128, max_len=MAX_LEN),
-            config=kc.CanaryConfig(**{"backend": "reference", "max_reports_per_step": 1000, **self.config}),
-            rows=self.rows,
         )
-        self.forward = self.manager.forward()
+        self.table = table
+        self.tables = dict.fromkeys(self.tables, table)
 
     def group(self, name: str) -> kc.BufferGroup:
         return next(g for g in self.groups if g.name == name)
-
-    def add(self, name: str, tokens: list[int] | int) -> Request:
-        if isinstance(tokens, int):
-            tokens = [1000 * ord(name[0]) + i for i in range(tokens)]
-        return Request(name, self.rows.row(name), self.rows.owner(name), tokens)
 
     def share(self, request: Request, other: Request, count: int) -> None:
         """Let a request begin with the cached prefix of another."""
         self.table[request.row, :count] = self.table[other.row, :count]
         request.cached = count
 
-    def step(self, *work: tuple[Request, int]) -> None:
-        """Run one forward that extends each request by so many tokens."""
-        ids: list[int] = []
-        positions: list[int] = []
-        slots = torch.zeros(0, dtype=torch.int64)
-        requests = []
-        for request, count in work:
-            start, end = request.cached, request.cached + count
-            new = self._allocate(request, count)
-            self.table[request.row, start:end] = new.int()
-            slots = torch.cat([slots, new])
-            ids += request.tokens[start:end]
-            positions += range(start, end)
-            requests.append(
-                kc.ForwardRequest(
-                    request_id=request.name,
-                    row=request.row,
-                    owner=request.owner,
-                    prefix_len=start,
-                    extend_len=count,
-                    tokens=lambda a, b, tokens=request.tokens: tokens[a:b],
-                )
-            )
-        batch = kc.ForwardBatch(
-            requests=requests,
-            input_ids=torch.tensor(ids, dtype=torch.int64),
-            positions=torch.tensor(positions, dtype=torch.int64),
-            out_slots={g.name: slots if g.lut is None else g.lut[slots] for g in self.groups},
-            tables={g.name: self.table for g in self.groups},
-        )
-        lut = getattr(self.pool, "full_to_swa_index_mapping", None)
-        # FP4's quantisation would be compiled first.
-        with one_rank(), torch.compiler.set_stance("force_eager"), self.forward.around(batch):
-            for layer_id in self.kind.layer_ids if ids else ():
-                self.kind.write(self.pool, layer_id, slots, None if lut is None else lut[slots])
-        for request, count in work:
-            request.cached += count
+    def map(self, request: Request, start: int, end: int) -> None:
+        self.table[request.row, start:end] = self._allocate(request, end - start).int()
 
-    def slot(self, group: kc.BufferGroup, request: Request, position: int) -> int:
-        slot = int(self.table[request.row, position])
-        return slot if group.lut is None else int(group.lut[slot])
+    def write_bytes(self, batch: kc.ForwardBatch) -> None:
+        slots = batch.out_slots[next(g.name for g in self.groups if g.lut is None)]
+        lut = getattr(self.pool, "full_to_swa_index_mapping", None)
+        for layer_id in self.kind.layer_ids if len(slots) else ():
+            self.kind.write(self.pool, layer_id, slots, None if lut is None else lut[slots])
+
+    def run(self, batch: kc.ForwardBatch) -> None:
+        # FP4's quantisation would be compiled first.
+        with one_rank(), torch.compiler.set_stance("force_eager"):
+            super().run(batch)
 
     def leave_window(self, request: Request, *, retire: bool = True) -> torch.Tensor:
         """Let the allocator take back the window's slots that no token to come will read; return them."""
@@ -170,13 +132,6 @@ class PoolEngine:
 
     def retire(self, group: kc.BufferGroup, slots: torch.Tensor, *, owner: int) -> None:
         self.manager.retire(group.pool, slots, owner=owner)
-
-    def found(self) -> list[kc.ViolationReport]:
-        """Flush, and return every report since the last call."""
-        self.manager.flush()
-        reports = list(self.manager.reports)
-        self.manager.reports.clear()
-        return reports
 
     def _allocate(self, request: Request, count: int) -> torch.Tensor:
         if not count:

@@ -63,7 +63,7 @@ def test_one_changed_byte_in_the_first_a_middle_and_the_last_layer(
     count = len(source.layers)
     for layer in {0, count // 2, count - 1}:
         position = next(p for p in reversed(readable(engine, group, request)) if p % count == layer)
-        slot = engine.slot(group, request, position)
+        slot = engine.slot_of(group, request, position)
         assert source.coverage(position) == (layer, 0, source.bytes_per_token)
         for byte in {0, source.bytes_per_token // 2, source.bytes_per_token - 1}:
             cell(engine.pool, layer, slot)[byte] ^= 4
@@ -92,7 +92,7 @@ def test_a_changed_byte_is_found_if_and_only_if_it_is_covered(data: st.DataObjec
             st.tuples(st.integers(0, len(source.layers) - 1), st.integers(0, source.bytes_per_token - 1)),
         )
     )
-    slot = engine.slot(group, request, position)
+    slot = engine.slot_of(group, request, position)
     cell = KINDS[name].cells[group_name, half](engine.pool, layer, slot)
     bit = data.draw(st.integers(0, 7))
     assert len(cell) == source.bytes_per_token
@@ -117,7 +117,7 @@ def test_a_page_of_zeroes_is_found_in_every_slot(name: str, page: int) -> None:
         group = engine.group(group_name)
         for position in read:
             for layer in range(len(group.pool.layer_names)):
-                cell(engine.pool, layer, engine.slot(group, request, position)).zero_()
+                cell(engine.pool, layer, engine.slot_of(group, request, position)).zero_()
             if position in readable(engine, group, request):
                 expected[group.window > 0, position, half] += 1
     found = look(engine, request)
@@ -187,7 +187,7 @@ def test_a_stale_entry_of_the_window_s_table_is_found_before_and_after_the_slot_
         engine.finish(other)
     assert set(stale.tolist()) <= taken
     found = look(engine, a)
-    slots = {engine.slot(engine.group("swa"), a, p): p for p in window}
+    slots = {engine.slot_of(engine.group("swa"), a, p): p for p in window}
     assert {(r.group, r.position) for r in found if r.slot in slots} == {("swa", p) for p in window}
     assert all({"TOKEN", "FREED"} & set(r.reasons) for r in found if r.slot in slots)
 
