@@ -13,22 +13,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kv_canary.capacities import CanaryLimits
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import HEAD_OF_CHAIN
-from kv_canary.forward import CapturedForward, ForwardBatch, ForwardRequest
+from kv_canary.difftest.simulator.allocator import PageAllocator
+from kv_canary.difftest.simulator.prefix_cache import PrefixCache
+from kv_canary.difftest.simulator.requests import Request
+from kv_canary.difftest.simulator.scripted_engine import kv_source
+from kv_canary.forward import CapturedForward, ForwardBatch
 from kv_canary.host import send
 from kv_canary.manager import CanaryManager
 from kv_canary.perturb import PerturbConfig
 from kv_canary.pools import BufferGroup, KvPool
 from kv_canary.reports import ViolationReport
-from kv_canary.specs.structures import KvSource
 from kv_canary.sweep import CachedSlots
 
 VOCABULARY = 1021
@@ -71,15 +75,11 @@ class OverlapConfig:
 
 
 @dataclass(eq=False, kw_only=True)
-class _Request:
+class _Request(Request):
     """A request as the scheduler sees it; `scheduled` counts the positions of the step in flight too."""
 
-    serial: int
-    tokens: list[int]
     limit: int
     prompt_len: int
-    row: int = 0
-    pages: list[int] = field(default_factory=list)
     scheduled: int = 0
     attempt: int = 0
     evicted: int = 0
@@ -146,10 +146,14 @@ class OverlappedEngine:
         self.rng = random.Random(config.seed)
         rows = 2 * config.max_requests + 1
         self.free_rows = deque(range(1, rows))
-        self.free_pages = deque(range(1, config.slots // config.page_size))
-        self.holders: dict[int, int] = {}
-        # The prefix cache: whole pages by the tokens up to their end, oldest first.
-        self.cache: OrderedDict[tuple[int, ...], int] = OrderedDict()
+        size = config.page_size
+        self.pages = PageAllocator(
+            first_slot=size,
+            num_pages=config.slots // size - 1,
+            page_size=size,
+            rng=np.random.default_rng(config.seed),
+        )
+        self.cache = PrefixCache(size)
         self.waiting: deque[_Request] = deque()
         self.running: list[_Request] = []
         self.table = torch.zeros(rows, config.max_len, dtype=torch.int32, device=self.device)
@@ -243,7 +247,16 @@ class OverlappedEngine:
             prompt = (stem + [rng.randrange(VOCABULARY) for _ in range(fresh)])[: config.max_len - 8]
             self._serial += 1
             limit = min(config.max_len - 1, len(prompt) + rng.randrange(1, 60))
-            self.waiting.append(_Request(serial=self._serial, tokens=prompt, limit=limit, prompt_len=len(prompt)))
+            self.waiting.append(
+                _Request(
+                    name=f"request {self._serial}",
+                    serial=self._serial,
+                    owner=self._serial,
+                    tokens=prompt,
+                    limit=limit,
+                    prompt_len=len(prompt),
+                )
+            )
 
     def _admit(self) -> None:
         config = self.config
@@ -252,14 +265,10 @@ class OverlappedEngine:
             request.row = self.free_rows.popleft()
             request.pages, request.scheduled, request.evicted, request.in_flight_prefix = [], 0, 0, 0
             if not config.window:
-                for end in range(config.page_size, len(request.tokens), config.page_size):
-                    page = self.cache.get(tuple(request.tokens[:end]))
-                    if page is None:
-                        break
-                    self.cache.move_to_end(tuple(request.tokens[:end]))
-                    self.holders[page] += 1
-                    request.pages.append(page)
-                    request.scheduled = end
+                # One token or more is left to compute.
+                request.pages = self.cache.match(0, request.tokens[:-1])
+                self.pages.hold(request.pages)
+                request.scheduled = len(request.pages) * config.page_size
                 self.prefix_hits += request.scheduled > 0
                 self._map(request, 0, request.scheduled)
             self.running.append(request)
@@ -301,34 +310,24 @@ class OverlappedEngine:
         """Give `request` pages for `length` tokens, at the cost of the cache and of younger requests."""
         size = self.config.page_size
         while len(request.pages) * size < length:
-            if not self.free_pages and not self._evict():
+            if not self.pages.num_free and not self._evict():
                 victim = self.running[-1]
                 self._retract(victim)
                 if victim is request:
                     return False
                 continue
-            page = self.free_pages.popleft()
-            self.holders[page] = 1
-            request.pages.append(page)
+            request.pages += self.pages.allocate(1)
         return True
 
     def _evict(self) -> bool:
-        for key, page in self.cache.items():
-            if self.holders[page] == 1:
-                del self.cache[key]
-                self._release([page], owner=0)
-                return True
-        return False
+        page = self.cache.evict(idle=lambda page: self.pages.holders[page] == 1)
+        if page is not None:
+            self._release([page], owner=0)
+        return page is not None
 
     def _release(self, pages: Sequence[int], *, owner: int) -> None:
         """Let pages go; those that nobody holds are free, their slots retired behind the step in flight."""
-        size, freed = self.config.page_size, list[int]()
-        for page in pages:
-            self.holders[page] -= 1
-            if not self.holders[page]:
-                del self.holders[page]
-                self.free_pages.append(page)
-                freed += range(page * size, (page + 1) * size)
+        freed = self.pages.slots(self.pages.release(pages))
         self._to_retire.append(("full", owner, freed))
         self._unmap_swa(freed, owner=owner)
 
@@ -353,7 +352,7 @@ class OverlappedEngine:
 
     def _slot(self, request: _Request, position: int) -> int:
         page, offset = divmod(position, self.config.page_size)
-        return request.pages[page] * self.config.page_size + offset
+        return self.pages.first_slot + request.pages[page] * self.config.page_size + offset
 
     def _map(self, request: _Request, start: int, end: int) -> None:
         """Fill a row's table, on the scheduler's stream: a step in flight may be reading it."""
@@ -376,14 +375,10 @@ class OverlappedEngine:
         self.waiting.appendleft(request)
 
     def _end(self, request: _Request, *, keep: bool = True) -> None:
-        size = self.config.page_size
         if keep and not self.config.window:
             # What the step in flight writes is not for keeping.
-            for end in range(size, len(request.tokens), size):
-                key, page = tuple(request.tokens[:end]), request.pages[end // size - 1]
-                if key not in self.cache:
-                    self.cache[key] = page
-                    self.holders[page] += 1
+            _, kept = self.cache.insert(0, request.tokens[:-1], request.pages, usable=lambda _: True)
+            self.pages.hold(kept)
         self.outputs[request.serial] = request.tokens[request.prompt_len :]
         self.finished += 1
         self._leave(request)
@@ -438,18 +433,7 @@ class OverlappedEngine:
         positions = [p for w in work for p in range(w.prefix, w.prefix + w.extend)]
         with self._on_stream():
             columns = send(self.device, positions, *slots.values())
-        requests = [
-            ForwardRequest(
-                request_id=f"request {w.request.serial}",
-                row=w.row,
-                owner=w.request.serial,
-                prefix_len=w.prefix,
-                extend_len=w.extend,
-                tokens=_history(w.request),
-                discarded=w.discarded,
-            )
-            for w in work
-        ]
+        requests = [w.request.extended(w.extend, row=w.row, prefix_len=w.prefix, discarded=w.discarded) for w in work]
         batch = ForwardBatch(
             requests=requests,
             input_ids=None,
@@ -608,37 +592,21 @@ class OverlappedEngine:
                     self.manager.retire(self.pools[name], send(self.device, slots)[0], owner=owner)
 
     def _cached_slots(self) -> list[CachedSlots]:
-        size = self.config.page_size
         columns: tuple[list[int], list[int], list[int]] = ([], [], [])
-        for key, page in self.cache.items():
-            before = self.cache.get(key[:-size])
-            if len(key) > size and before is None:
-                continue
-            first = len(key) - size
-            previous = HEAD_OF_CHAIN if before is None else before * size + size - 1
-            for offset in range(size):
-                slot = page * size + offset
-                columns[0].append(slot)
-                columns[1].append(first + offset)
-                columns[2].append(previous)
-                previous = slot
+        for page, place, before in self.cache.walk():
+            slots = self.pages.slots([page])
+            first = HEAD_OF_CHAIN if before < 0 else self.pages.slots([before])[-1]
+            columns[0].extend(slots)
+            columns[1].extend(range(place * len(slots), (place + 1) * len(slots)))
+            columns[2].extend([first, *slots[:-1]])
         if not columns[0]:
             return []
-        slots, positions, before_ = send(self.device, *columns)
-        return [CachedSlots(group="full", slots=slots, positions=positions, previous=before_)]
+        slots_, positions, previous = send(self.device, *columns)
+        return [CachedSlots(group="full", slots=slots_, positions=positions, previous=previous)]
 
     def _pool(self, name: str, slots: int) -> KvPool:
         sources = [
-            KvSource(
-                layers=tuple(
-                    torch.zeros(slots, WORDS * 8, dtype=torch.uint8, device=self.device)
-                    for _ in range(self.config.layers)
-                ),
-                page_size=1,
-                bytes_per_token=WORDS * 8,
-                read_bytes=16,
-            )
-            for _ in range(2)
+            kv_source(slots, WORDS * 8, layers=self.config.layers, read_bytes=16, device=self.device) for _ in range(2)
         ]
         return KvPool(name=name, num_slots=slots, k_source=sources[0], v_source=sources[1], device=self.device)
 
@@ -657,7 +625,3 @@ def _words(token: torch.Tensor, position: torch.Tensor, part: int, word: torch.T
 def _word(token: int, position: int, part: int, word: int) -> int:
     x = token * 0x9E3779B1 + position * 0x85EBCA77 + part * 0xC2B2AE3D + word * 0x27D4EB2F
     return (x ^ (x >> 15)) & 0xFFFFFFFFFFFF
-
-
-def _history(request: _Request) -> Callable[[int, int], list[int]]:
-    return lambda start, end: request.tokens[start:end]

@@ -67,17 +67,13 @@ def test_slots_given_away_while_in_use_are_wrong_text_and_a_report(monkeypatch: 
 
     def twice(self: OverlappedEngine, pages: Any, *, owner: int) -> None:
         release(self, pages, owner=owner)
-        shared = [page for page in pages if self.holders.get(page, 0) > 1]
+        shared = [page for page in pages if self.pages.holders[page] > 1]
         if shared:
             release(self, shared[:1], owner=owner)
 
     monkeypatch.setattr(OverlappedEngine, "_release", twice)
     engine = OverlappedEngine(OverlapConfig(overlap=False), canary=CANARY, device="cpu")
-    try:
-        engine.run(150)
-    except KeyError:
-        # The books break sooner or later; the canary has seen it by then.
-        engine.manager.flush() if engine.manager else None
+    engine.run(150)
     assert engine.manager is not None
     assert engine.wrong_tokens
     assert set(engine.manager.summary().reasons) & {"FREED", "OVERWRITE", "TOKEN", "POSITION", "CHAIN"}
