@@ -13,12 +13,13 @@ import transformers
 from transformers import CompileConfig, GenerationConfig
 
 from kv_canary.config import CanaryConfig
-from kv_canary.demo.serving import ALL_MODELS, PAGE_SIZE, SLIDING_WINDOW, VOCABULARY, batching_config, tiny_model
+from kv_canary.demo.models import SLIDING_WINDOW, tiny_model
+from kv_canary.demo.serving import PAGE_SIZE, SHAPES, VOCABULARY, batching_config
 from kv_canary.difftest.stress.random_engine import draw_canary
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.transformers import install
 
-MODELS = ALL_MODELS
+MODELS = tuple(SHAPES)
 TIMEOUT_S = 120.0
 # Lengths at which pages and windows are exactly full, one short of it and one past it.
 LENGTHS = tuple(n + d for n in (PAGE_SIZE, 2 * PAGE_SIZE, SLIDING_WINDOW, 2 * SLIDING_WINDOW) for d in (-1, 0, 1))
@@ -111,7 +112,7 @@ def live(life: BatchingLife) -> BatchingResult:
 @functools.cache
 def model_of(name: str, device: str) -> Any:
     """Return the tiny model of a name; the same one every time."""
-    return tiny_model(name, device=device)
+    return tiny_model(name, device=device, **SHAPES[name])
 
 
 def options(name: str, rng: np.random.Generator, happened: Counter[str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.model_runner import ModelRunner
@@ -31,6 +31,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 import kv_canary
 from kv_canary.commands.facts import facts
+from kv_canary.demo.models import tiny_model
 
 PAGE, NEW_TOKENS, TIMEOUT = 16, 24, 120.0
 LENGTHS = (3, 15, 16, 17, 32, 40, 90, 200)
@@ -208,28 +209,12 @@ def serve(model: Any, mode: str, *, flip_for: Any = None) -> Served:
 
 def make_model(kind: str, dtype: torch.dtype, device: torch.device) -> Any:
     """Return a tiny model of random weights: all attention full, or most of it sliding."""
-    common: dict[str, Any] = {
-        "vocab_size": 1000,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 2048,
-    }
+    shape: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 2048}
     if kind == "llama":
-        config: Any = transformers.LlamaConfig(num_hidden_layers=4, **common)
+        shape |= {"num_hidden_layers": 4}
     else:
-        types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
-        config = transformers.Gemma3TextConfig(
-            num_hidden_layers=6, layer_types=types, sliding_window=40, query_pre_attn_scalar=64, **common
-        )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.1)
-    return model.to(device=device, dtype=dtype)
+        shape |= {"sliding_window": 40, "query_pre_attn_scalar": 64, "head_dim": 256}
+    return tiny_model(kind, device=device, dtype=dtype, spread=0.1, **shape)
 
 
 class _Gate:

@@ -16,7 +16,8 @@ from rich.table import Table
 from kv_canary.backends import select_backend
 from kv_canary.config import CanaryConfig
 from kv_canary.demo.faults import FAULTS, Fault, Planter
-from kv_canary.demo.serving import MODELS, Served, serve, tiny_model
+from kv_canary.demo.models import MODELS, tiny_model
+from kv_canary.demo.serving import SHAPES, Served, serve
 from kv_canary.demo.traffic import Conversation
 
 
@@ -89,7 +90,7 @@ def run_demo(
     try:
         with Progress(*columns, console=console) as progress:
             for name in models:
-                model = tiny_model(name, device=device, seed=seed)
+                model = tiny_model(name, device=device, seed=seed, **SHAPES[name])
                 task = progress.add_task(f"{name}, healthy (answers)", total=turns)
 
                 def finished(n: int, task: TaskID = task) -> None:

@@ -8,34 +8,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from kv_canary.config import CanaryConfig
 from kv_canary.demo.traffic import Conversation
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.transformers import TransformersCanary, install
-from kv_canary.errors import must_be
 from kv_canary.reports import ViolationReport
 
 PAGE_SIZE = 16
 VOCABULARY = 256
 RESULT_TIMEOUT_S = 60.0
-
-# Those of the demo, and those that there are.
-MODELS = ("llama", "gemma3")
-ALL_MODELS = ("llama", "mistral", "gemma3", "gptoss")
-SLIDING_WINDOW = 24
-
-_SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
+# What differs of the tiny models that are served here.
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"vocab_size": VOCABULARY, "num_hidden_layers": 4},
+    **{name: {"vocab_size": VOCABULARY} for name in ("mistral", "gemma3", "gptoss")},
 }
 
 
@@ -68,41 +57,6 @@ class Hooks:
     done: Callable[[TransformersCanary], bool]
 
 
-def tiny_model(name: str, *, device: str, seed: int = 0) -> Any:
-    """Return a tiny model with random weights.
-
-    Args:
-        name: "llama" (full attention), "mistral" (sliding), "gemma3" or "gptoss" (full and sliding layers).
-        device: "cpu" or "cuda".
-        seed: of the weights.
-    """
-    torch.manual_seed(seed)
-    sliding = {"head_dim": 16, "sliding_window": SLIDING_WINDOW}
-    if name == "llama":
-        config = transformers.LlamaConfig(num_hidden_layers=4, **_SHAPE)
-    elif name == "mistral":
-        config = transformers.MistralConfig(num_hidden_layers=2, **sliding, **_SHAPE)
-    elif name == "gemma3":
-        layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
-        config = transformers.Gemma3TextConfig(
-            num_hidden_layers=6, query_pre_attn_scalar=16, layer_types=layers, **sliding, **_SHAPE
-        )
-    elif name == "gptoss":
-        layers = ["sliding_attention", "full_attention"] * 2
-        config = transformers.GptOssConfig(
-            num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2, layer_types=layers, **sliding, **_SHAPE
-        )
-    else:
-        raise ValueError(must_be("demo", "model", f"one of {', '.join(ALL_MODELS)}", repr(name)))
-    # GptOss has attention sinks, which SDPA has not.
-    attention = "eager" if name == "gptoss" else "sdpa"
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
-    return model.to(device)
-
-
 def serve(
     model: Any,
     conversations: Sequence[Conversation],
@@ -114,7 +68,7 @@ def serve(
     """Serve every conversation, turn after turn, and return what happened.
 
     Args:
-        model: from `tiny_model`.
+        model: a `models.tiny_model`.
         conversations: each next turn is sent when the one before is answered.
         config: the canary's.
         hooks: what to do to the engine on the way.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig
+from transformers import CompileConfig, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.model_runner import ModelRunner
@@ -22,6 +22,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.scheduler import Scheduler
 
 from kv_canary import BufferGroup
+from kv_canary.demo.models import tiny_model
 
 MODELS = ("llama", "mistral", "gemma3", "gptoss")
 PAGE = 16
@@ -32,36 +33,8 @@ transformers.logging.set_verbosity_error()
 
 
 def make_model(kind: str, **overrides: Any) -> Any:
-    """Return a model of random weights, large enough that every layer's K and V depend on the tokens before."""
-    common: dict[str, Any] = {
-        "vocab_size": 1000,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-    }
-    sliding = {"head_dim": 16, "sliding_window": 24}
-    mixed = {"layer_types": ["sliding_attention", "full_attention"] * 2}
-    two_to_one = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
-    if kind == "llama":
-        config = transformers.LlamaConfig(**{**common, "num_hidden_layers": 3, **overrides})
-    elif kind == "mistral":
-        config = transformers.MistralConfig(**{**common, **sliding, "num_hidden_layers": 2, **overrides})
-    elif kind == "gemma3":
-        options = {**common, **sliding, **two_to_one, "num_hidden_layers": 6, "query_pre_attn_scalar": 16, **overrides}
-        config = transformers.Gemma3TextConfig(**options)
-    else:
-        options = {**common, **sliding, **mixed, "num_hidden_layers": 4, **overrides}
-        config = transformers.GptOssConfig(num_local_experts=4, num_experts_per_tok=2, **options)
-    torch.manual_seed(0)
-    # GptOss has attention sinks, which SDPA has not.
-    attention = "eager" if kind == "gptoss" else "sdpa"
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
-    return model
+    """Return a tiny model of 512 positions."""
+    return tiny_model(kind, **{"max_position_embeddings": 512, **overrides})
 
 
 def batching_config(**overrides: Any) -> ContinuousBatchingConfig:

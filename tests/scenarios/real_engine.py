@@ -9,10 +9,11 @@ from unittest import mock
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import kv_canary
+from kv_canary.demo.models import tiny_model
 
 from .life import Act, Life, Touch
 
@@ -33,7 +34,8 @@ class RealEngine:
         self.life = Life()
         self.version = 1
         self.states: dict[str, Any] = {}
-        self.model = _tiny_llama()
+        transformers.logging.set_verbosity_error()
+        self.model = tiny_model("llama", max_position_embeddings=512)
         self.canary = kv_canary.install(
             self.model,
             backend="reference",
@@ -131,25 +133,6 @@ def live(life: Callable[[RealEngine], None], bug: Callable[[RealEngine], None] |
         return engine.end_life()
     finally:
         torch.set_num_threads(threads)
-
-
-def _tiny_llama() -> Any:
-    transformers.logging.set_verbosity_error()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=3,
-        max_position_embeddings=512,
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
-    return model
 
 
 def _batching(**options: Any) -> ContinuousBatchingConfig:

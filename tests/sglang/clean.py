@@ -90,7 +90,7 @@ def run_clean(
     """Run the scenario under a canary that raises; see that it found nothing, left nothing out and changed no output.
 
     Args:
-        model: a folder of `tiny_model`.
+        model: a folder of `save_tiny_model`.
         scenario: hands in requests, and runs them.
         seed: of the prompts.
         settings: of the canary, by environment variables.

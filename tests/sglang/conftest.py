@@ -38,14 +38,14 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a tiny Llama."""
-    from .engine import tiny_model
+    from kv_canary.demo.models import save_tiny_model
 
-    return tiny_model(tmp_path_factory.mktemp("models") / "llama")
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "llama")
 
 
 @pytest.fixture(scope="session")
 def mellum(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a tiny Mellum, whose sliding layers have a pool of their own."""
-    from .engine import tiny_model
+    from kv_canary.demo.models import save_tiny_model
 
-    return tiny_model(tmp_path_factory.mktemp("models") / "mellum", "mellum")
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "mellum", "mellum")

@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from kv_canary.demo.models import save_tiny_model
+
 from . import engine
 
 STEPS = 3
@@ -22,7 +24,7 @@ def models(folder: Path) -> tuple[str, str]:
     from safetensors.torch import load_file, save_file
 
     target, draft = folder / "target", folder / "draft"
-    engine.tiny_model(target)
+    save_tiny_model(target)
     weights = load_file(target / "model.safetensors")
     for name in weights:
         if "o_proj" in name or "down_proj" in name:

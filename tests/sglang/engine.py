@@ -12,7 +12,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from kv_canary.difftest.stress.sglang import engine as sglang_engine
@@ -34,47 +33,6 @@ ARGS: dict[str, Any] = {
 _rids = itertools.count(1)
 # The scheduler that was built last.
 _built: list[Any] = []
-
-
-def tiny_model(folder: Path | str, kind: str = "llama", **overrides: Any) -> str:
-    """Save a model of random weights in `folder`, unless one is there, and return the folder.
-
-    Args:
-        folder: made if need be.
-        kind: "llama"; "mellum": two sliding layers, of a window of 24 tokens, to each full one, which SGLang keeps in a
-            hybrid pool.
-        overrides: of the configuration.
-    """
-    import torch
-    import transformers
-
-    if (Path(folder) / "config.json").exists():
-        return str(folder)
-    common: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": CONTEXT,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        # Large enough that every layer's K and V depend on the tokens before, and that outputs do not fall into loops.
-        "initializer_range": 0.3,
-    }
-    configs = {"llama": transformers.LlamaConfig, "mellum": transformers.MellumConfig}
-    if kind == "mellum":
-        layers = 6
-        common |= {"num_hidden_layers": layers, "mlp_layer_types": ["dense"] * layers, "sliding_window": 24}
-        common |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * (layers // 3)}
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(configs[kind](**(common | overrides)))
-    model.float().save_pretrained(folder)
-    return str(folder)
 
 
 def greedy(model: str, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
@@ -112,7 +70,7 @@ def build_scheduler(model: str, **args: Any) -> Any:
     """Return a Scheduler of SGLang's in this process, after tearing down the one built before.
 
     Args:
-        model: a folder of `tiny_model`.
+        model: a folder of `save_tiny_model`.
         args: of SGLang's ServerArgs, on top of ARGS; without the overlapped schedule unless it is asked for.
 
     With the canary that KV_CANARY_MODE asks for, or none; with the stand-ins that SGLANG_ON_CPU asks for, or that any

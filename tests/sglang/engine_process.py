@@ -69,7 +69,7 @@ def run_engine(model: str, rounds: Sequence[Round], *, env: Mapping[str, str] | 
     """Start an Engine, send it one round after another, and end it.
 
     Args:
-        model: a folder of `tiny_model`.
+        model: a folder of `save_tiny_model`.
         rounds: what to send.
         env: environment variables of its processes, on top of this one's that say nothing of a canary.
         args: of SGLang's ServerArgs, on top of `engine.ARGS`.

@@ -63,7 +63,7 @@ class Scene:
     """A prefill and a decode scheduler, and what they are given to do.
 
     Args:
-        model: a folder of `engine.tiny_model`.
+        model: a folder of `save_tiny_model`.
         rounds: one after the other.
         both, prefill, decode: of SGLang's ServerArgs.
         environ: variables of both sides.

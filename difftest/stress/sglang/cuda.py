@@ -115,7 +115,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = arguments.out or Path(tempfile.mkdtemp(prefix="kv-canary-sglang-"))
     out.mkdir(parents=True, exist_ok=True)
     model = out / "model"
-    make_model(model)
+    from kv_canary.demo.models import save_tiny_model
+
+    # Wide enough apart that what is generated does not repeat itself.
+    shape: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "head_dim": 64,
+    }
+    save_tiny_model(model, spread=0.1, max_position_embeddings=2048, **shape)
     runner = _Runner(device=arguments.device, out=out, limit=arguments.limit, end=begin + arguments.budget)
     todo = [c for c in cases(graphs="none" if arguments.device == "cpu" else "decode") if _chosen(c, arguments.only)]
     if arguments.device == "cpu":
@@ -161,25 +170,6 @@ def _write(path: Path | None, result: dict[str, Any]) -> None:
 def _chosen(case: Case, text: str) -> bool:
     """Whether a case's name contains `text`, or that of the case that it is to be compared with."""
     return text in replace(case, canary=True).name
-
-
-def make_model(folder: Path) -> None:
-    """Save a tiny Llama of random weights, wide enough apart that what is generated does not repeat itself."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1000,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        initializer_range=0.1,
-    )
-    LlamaForCausalLM(config).float().save_pretrained(folder)
 
 
 def like_transformers(folder: Path, served: dict[str, Any]) -> dict[str, int]:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from kv_canary.commands.evidence_pages import fill
 from kv_canary.commands.facts import facts
-from kv_canary.difftest.stress.sglang.engine import BYTES_PER_TOKEN, LAYERS, write_tiny_model
+from kv_canary.difftest.stress.sglang.engine import BYTES_PER_TOKEN, LAYERS
 from kv_canary.difftest.stress.sglang.faults import FAULTS, HEALTHY, Fault
 from kv_canary.difftest.stress.sglang.lives import COLUMNS, NONE, Column, Seen, Task, run
 from kv_canary.difftest.stress.sglang.page import cells, page
@@ -50,7 +50,9 @@ def campaign(
     seen: dict[tuple[str, str, int], Seen] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
-        write_tiny_model(model)
+        from kv_canary.demo.models import save_tiny_model
+
+        save_tiny_model(model)
         for page_size in sorted({f.page_size for f in faults}):
             chosen = dict.fromkeys(f.name for f in faults if f.page_size == page_size)
             clean = dict.fromkeys(_clean(f).name for f in faults if f.page_size == page_size)

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 LAYERS = 3
 VOCABULARY = 1000
 # Of the tiny model's K, and of its V: 2 heads of 16 elements of 4 bytes.
@@ -34,27 +32,6 @@ ARGUMENTS: dict[str, Any] = {
     # Its thread would end a process in which nobody steps the scheduler for long.
     "watchdog_timeout": 1e9,
 }
-
-
-def write_tiny_model(path: Path) -> None:
-    """Save a Llama of random weights; wide enough apart that another key or value changes what is generated."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=4096,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).float().save_pretrained(path)
 
 
 def build_scheduler(model: Path, **arguments: Any) -> Any:
