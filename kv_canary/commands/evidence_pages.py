@@ -83,7 +83,8 @@ def untold(text: str) -> set[str]:
 
 
 def _kinds(block: str, kinds: Sequence[str]) -> Sequence[str]:
-    return {"cost": ["sglang_throughput", "engine", "peer"], "all": list(KINDS)}.get(block, kinds)
+    of_block = {"cost": ["sglang_throughput", "engine", "peer"], "all": list(KINDS)}
+    return of_block.get(block, [block] if block in KINDS and not kinds else kinds)
 
 
 def _source(found: Results, *names: str) -> str:
@@ -177,6 +178,42 @@ def _throughput(found: Results, _: Sequence[str]) -> str:
             _source(found, "h200_engine.json"),
         ]
     )
+
+
+def _host(found: Results, _: Sequence[str]) -> str:
+    rows = [
+        [f"{row['requests']} x {row['prefix']}", "graphs of the canary's own" if row["graphs"] else "one by one"]
+        + [f"{row['us'][part]:.0f}" for part in ("begin", "head", "tail", "end", "forward")]
+        + [f"{row['p90_us']:.0f}"]
+        for row in load("h200_host.json")["rows"]
+    ]
+    head = ["requests x cached", "launches", "begin", "HEAD", "TAIL", "end", "all, us", "p90"]
+    return f"{_table(head, rows)}\n\n{_source(found, 'h200_host.json')}"
+
+
+def _engine(found: Results, _: Sequence[str]) -> str:
+    rows = []
+    for row in load("h200_engine.json")["rows"]:
+        for name, mode in row["modes"].items():
+            if name != "without":
+                ratio, host = mode["ratio"], mode["host_us"]
+                rows.append(
+                    [
+                        row["shape"],
+                        name,
+                        f"{row['step_ms']:.4g}",
+                        f"{mode['canary_ms']:.3g}",
+                        f"{mode['parts_ms']['head'] + mode['parts_ms']['tail']:.3g}",
+                        f"{100 * mode['share_of_step']:.2g} %",
+                        f"{100 * mode['share_of_floor']:.2g} %",
+                        f"{host['canary']['median'] / 1000:.2g}",
+                        f"{host['adapter']['median'] / 1000:.2g}",
+                        f"{ratio['median']:.3f} [{ratio['min']:.3f}, {ratio['max']:.3f}]",
+                    ]
+                )
+    head = ["requests x context", "canary", "step without, ms", "on the device, ms", "of it HEAD and TAIL"]
+    head += ["share of the step", "of the floor", "on the host, ms", "of it the adapter", "throughput / without"]
+    return f"{_table(head, rows)}\n\n{_source(found, 'h200_engine.json')}"
 
 
 def _soak(found: Results, _: Sequence[str]) -> str:
@@ -327,6 +364,8 @@ BLOCKS: dict[str, Callable[[Results, Sequence[str]], str]] = {
     "status": _status,
     "cost": _cost,
     "throughput": _throughput,
+    "host": _host,
+    "engine": _engine,
     "soak": _soak,
     "detection": _detection,
     "chaos": _chaos,
