@@ -15,6 +15,8 @@ from kv_canary.specs.write import TILE_TOKENS
 
 # Requests that one program lays out at a time.
 _REQUESTS_AT_ONCE = 1024
+# Requests above the number that one look at their rows and starts takes.
+_ROWS = 259
 
 
 def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -48,10 +50,13 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
     elif op == "chain_tails":
         for length in (1 << 16, (1 << 16) + 1, 70_000):
             yield _segments([length, 3], num_rows=3) | {"anchors": None, "tails": _words(3)}
+        yield _last_is_wrong(_segments([1] * _ROWS, num_rows=_ROWS + 1)) | {"anchors": None, "tails": _words(_ROWS + 1)}
     elif op == "scatter_token_ids":
         for length in (512, 1024, 3 * 512, 4 * 512, 4 * 512 + 1):
             pool = torch.full((3, length + 1), 7, dtype=torch.int32)
             yield _segments([length, 3], num_rows=3) | {"pool": pool}
+        pool = torch.full((_ROWS + 1, 4), 7, dtype=torch.int32)
+        yield _last_is_wrong(_segments([1] * _ROWS, num_rows=_ROWS + 1)) | {"pool": pool}
     elif op == "verify_resolved":
         yield _resolved()
     elif op in ("plan", "verify_prefixes"):
@@ -173,6 +178,13 @@ def _segments(lens: list[int], *, num_rows: int) -> dict[str, Any]:
         "starts": torch.zeros(len(lens), dtype=torch.int64),
         "status": torch.zeros(1, dtype=torch.int32),
     }
+
+
+def _last_is_wrong(call: dict[str, Any]) -> dict[str, Any]:
+    """Return `call` with padding but for the end, behind what one look takes: no such row, and a start below 0."""
+    call["rows"][:-3] = 0
+    call["rows"][-2], call["starts"][-1] = len(call["rows"]) + 1, -1
+    return call
 
 
 def _words(count: int) -> torch.Tensor:
