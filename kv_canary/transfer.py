@@ -188,7 +188,7 @@ def land(
     sources = slots.clone()
     sources[length:] = 0
     manager.move(pool, sources, slots, owner=owner)
-    if not same_geometry and length:
+    if not same_geometry:
         _fingerprint_anew(manager, pool, slots[:length])
     uncovered = 0 if same_geometry else length
     manager.accounts.uncovered += uncovered

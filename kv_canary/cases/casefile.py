@@ -189,7 +189,6 @@ def check_round_trip(spec: KernelSpec, arguments: Mapping[str, Any]) -> None:
     bound = spec.bind(arguments)
     file = io.BytesIO()
     torch.save(encode(spec, bound), file)
-    file.seek(0)
     read = read_container(file, most_bytes=len(file.getbuffer()))
     _argument_bytes(spec, read)
     loaded = decode(spec, read)

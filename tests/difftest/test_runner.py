@@ -228,7 +228,7 @@ def reporter(order: Callable[[torch.Tensor], torch.Tensor], *, counted: int = 0,
         first = int(violations.count)
         violations.count.add_(len(rows) + counted)
         for i, row in enumerate(order(rows), first + at):
-            if i < len(violations.ring):
+            if 0 <= i < len(violations.ring):
                 violations.ring[i] = row
 
     return report
@@ -240,7 +240,9 @@ def report_case(*, capacity: int, count: int = 0) -> dict[str, Any]:
     return {"values": torch.tensor([0, 11, 0, 12, 12, 13, 14]), "violations": log}
 
 
-@pytest.mark.parametrize(("capacity", "count"), [(0, 0), (2, 0), (5, 0), (8, 0), (8, 3), (8, 5), (8, 8), (8, 11)])
+@pytest.mark.parametrize(
+    ("capacity", "count"), [(0, 0), (2, 0), (5, 0), (8, 0), (8, 3), (8, 5), (8, 8), (8, 11), (8, -2), (2, -2)]
+)
 def test_violations_may_come_in_any_order(device: torch.device, capacity: int, count: int) -> None:
     register(REPORT, reporter(lambda rows: rows), reporter(lambda rows: rows.flip(0)))
     check_case(REPORT, report_case(capacity=capacity, count=count), device=device)

@@ -136,9 +136,12 @@ def test_of_a_large_pool_only_the_named_rows_are_saved(
     plan = kc.VerifyPlan.allocate(verify_cap=2, device=device)
     plan.slots[:] = torch.tensor([70, 9000])
     plan.num_valid[0] = 2
+    # Too large for the numbers in it to be taken for names of rows.
+    records = torch.ones((shadow.WHOLE_BYTES >> 5) + 1, 4, dtype=torch.int64, device=device)
+    records[5] = 71
     call = {
         "verify_plan": plan,
-        "endpoint": kc.Endpoint(tag=0, records=torch.ones(rows, 4, dtype=torch.int64, device=device), k_source=source),
+        "endpoint": kc.Endpoint(tag=0, records=records, k_source=source),
         "step": torch.ones(1, dtype=torch.int64, device=device),
         "violations": kc.ViolationLog.allocate(ring_cap=8, device=device),
         "counters": torch.zeros(6, 2, dtype=torch.int64, device=device),

@@ -8,6 +8,7 @@ import re
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 from kv_canary.cases.casefile import case_file, imports_of, load, save
 from kv_canary.cases.container import read_container
 from kv_canary.cases.imports import check_imports, replay_line
+from kv_canary.cases.packing import MOST_ADDRESSES, pack, packed_bytes
 from kv_canary.cli import main
 from kv_canary.difftest import corpus
 from kv_canary.difftest.replaying import minimize_case, replay_case
@@ -253,6 +255,11 @@ def container(program: bytes) -> io.BytesIO:
     return file
 
 
+def storage(kind: bytes, name: bytes) -> bytes:
+    """Return a program that asks for a storage of one element."""
+    return b"\x80\x02(X\x07\x00\x00\x00storage" + kind + name + b"X\x03\x00\x00\x00cpuK\x01tQ."
+
+
 GREEDY = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\x00\x00\x00\x00\x10\x85R."
 
 
@@ -268,11 +275,32 @@ GREEDY = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\x00\x00\x00\x00\x10\x85R."
         (b"\x80\x02K\x01K\x02.", "one value"),
         (b"\x80\x02(K\x01.", "one value"),
         (b"\x80\x02]K\x01b.", "BUILD"),
+        (storage(b"ctorch._utils\n_rebuild_tensor_v2\n", b"X\x01\x00\x00\x000"), "a storage is of bytes"),
+        (storage(b"K\x07", b"X\x01\x00\x00\x000"), "a storage is of bytes"),
+        (storage(b"ctorch\nLongStorage\n", b"K\x00"), "a number for its name"),
+        (storage(b"ctorch\nLongStorage\n", b"X\x01\x00\x00\x00x"), "a number for its name"),
     ],
 )
 def test_a_pickle_is_read_and_not_run(program: bytes, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         read_container(container(program), most_bytes=1 << 20)
+
+
+def test_an_error_without_a_word_is_told_too(tmp_path: Path) -> None:
+    path = retire_case(tmp_path)
+    with (
+        mock.patch("kv_canary.cases.casefile.read_container", side_effect=RuntimeError),
+        pytest.raises(ValueError, match=r"one that is not: RuntimeError: nothing"),
+    ):
+        load(path)
+
+
+def test_a_tensor_may_span_all_addresses_there_are_and_no_more() -> None:
+    stride = MOST_ADDRESSES // 8 - 1
+    packed = pack(torch.tensor([5, 6])) | {"stride": (stride,)}
+    assert packed_bytes(packed) < 1 << 20
+    with pytest.raises(ValueError, match="spans"):
+        packed_bytes(packed | {"stride": (stride + 1,)})
 
 
 def test_a_pickle_cannot_ask_for_memory() -> None:
