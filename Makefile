@@ -45,7 +45,7 @@ test: check ## check, then the tests, Triton in its interpreter
 
 test-long: .venv/.stamp .venv-sglang/.stamp ## the tests that take long, SGLang's too
 	.venv/bin/pytest -n 2 --benchmark-disable -m 'long and not tf517' --ignore tests/sglang
-	.venv/bin/pytest -n 2 --examples 400 tests/difftest/test_every_op.py tests/difftest/test_plain.py
+	.venv/bin/pytest -n 2 --examples 400 tests/difftest/test_every_op.py tests/difftest/test_naive.py
 	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest -n 2 --dist worksteal -m long tests/sglang
 
 test-tf517: .venv-tf517/.stamp ## the adapter's tests with the oldest transformers, in .venv-tf517
