@@ -100,7 +100,7 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("wheel")
     files = [path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.suffix != ".pyc" and path.is_file()]
     # A copy, so that the build leaves nothing in the checkout.
-    for path in [*files, *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE"))]:
+    for path in [*files, *(ROOT / name for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"))]:
         copy = folder / "checkout" / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
