@@ -15,8 +15,9 @@ from kv_canary.specs.write import TILE_TOKENS
 
 # Requests that one program lays out at a time.
 _REQUESTS_AT_ONCE = 1024
-# Requests above the number that one look at their rows and starts takes.
-_ROWS = 259
+# Requests whose rows and starts one look takes, and some more.
+_ONE_LOOK = 256
+_ROWS = _ONE_LOOK + 3
 
 
 def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -50,13 +51,14 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
     elif op == "chain_tails":
         for length in (1 << 16, (1 << 16) + 1, 70_000):
             yield _segments([length, 3], num_rows=3) | {"anchors": None, "tails": _words(3)}
-        yield _last_is_wrong(_segments([1] * _ROWS, num_rows=_ROWS + 1)) | {"anchors": None, "tails": _words(_ROWS + 1)}
+        for at in (5, _ONE_LOOK):
+            yield _mostly_padding(wrong_at=at) | {"anchors": None, "tails": _words(_ROWS + 1)}
     elif op == "scatter_token_ids":
         for length in (512, 1024, 3 * 512, 4 * 512, 4 * 512 + 1):
             pool = torch.full((3, length + 1), 7, dtype=torch.int32)
             yield _segments([length, 3], num_rows=3) | {"pool": pool}
-        pool = torch.full((_ROWS + 1, 4), 7, dtype=torch.int32)
-        yield _last_is_wrong(_segments([1] * _ROWS, num_rows=_ROWS + 1)) | {"pool": pool}
+        for at in (5, _ONE_LOOK):
+            yield _mostly_padding(wrong_at=at) | {"pool": torch.full((_ROWS + 1, 4), 7, dtype=torch.int32)}
     elif op == "verify_resolved":
         yield _resolved()
     elif op in ("plan", "verify_prefixes"):
@@ -180,10 +182,11 @@ def _segments(lens: list[int], *, num_rows: int) -> dict[str, Any]:
     }
 
 
-def _last_is_wrong(call: dict[str, Any]) -> dict[str, Any]:
-    """Return `call` with padding but for the end, behind what one look takes: no such row, and a start below 0."""
-    call["rows"][:-3] = 0
-    call["rows"][-2], call["starts"][-1] = len(call["rows"]) + 1, -1
+def _mostly_padding(*, wrong_at: int) -> dict[str, Any]:
+    """Return segments of padding but for the end, one of them with a row that is not there and a start below 0."""
+    call = _segments([1] * _ROWS, num_rows=_ROWS + 1)
+    call["rows"][:_ONE_LOOK] = 0
+    call["rows"][wrong_at], call["starts"][wrong_at] = _ROWS + 1, -1
     return call
 
 
