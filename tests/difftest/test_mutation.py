@@ -178,7 +178,9 @@ def test_each_change_of_one_function_behaves_as_itself(file: str, backend: str) 
 
 
 def test_the_listed_equivalent_mutants_are_mutants() -> None:
-    assert set(equivalent_reasons(read_equivalents())) <= {mutant.id for mutant in make_mutants()}
+    entries = read_equivalents()
+    files = sorted({entry["file"] for entry in entries})
+    assert set(equivalent_reasons(entries)) <= {mutant.id for mutant in make_mutants(files)}
 
 
 def gone() -> dict[str, str]:
