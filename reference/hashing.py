@@ -111,7 +111,7 @@ def fingerprint(source: KvSource | None, slots: torch.Tensor, positions: torch.T
 
     # Entries by layer and width, so that a layer's bytes are gathered at once; zero past the window's end.
     kinds = positions % num_layers * 2 + (window == last)
-    order, counts = kinds.argsort(stable=True), torch.bincount(kinds, minlength=2 * num_layers).tolist()
+    order, counts = kinds.argsort(stable=True), torch.bincount(kinds).tolist()
     data = torch.zeros(len(slots), word_counts[0] * 8, dtype=torch.uint8, device=slots.device)
     for kind, (part, begins) in enumerate(zip(data.split(counts), first.take(order).split(counts), strict=True)):
         if len(part):
