@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kv_canary import ops
     from kv_canary.backends import register, use_backend
     from kv_canary.capacities import CanaryLaunchCapacities, CanaryLimits
+    from kv_canary.composition import ForwardRequest
     from kv_canary.config import CanaryConfig
     from kv_canary.constants import (
         ANCHOR,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
         Tag,
     )
     from kv_canary.engines import Installation, install
-    from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager
+    from kv_canary.forward import ForwardBatch, SingleForwardManager
     from kv_canary.identity import identity_word
     from kv_canary.manager import CanaryManager
     from kv_canary.observers import Observer
@@ -106,11 +107,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "Installation",
         "install",
     ),
-    "kv_canary.forward": (
-        "ForwardBatch",
-        "ForwardRequest",
-        "SingleForwardManager",
-    ),
+    "kv_canary.composition": ("ForwardRequest",),
+    "kv_canary.forward": ("ForwardBatch", "SingleForwardManager"),
     "kv_canary.identity": ("identity_word",),
     "kv_canary.manager": ("CanaryManager",),
     "kv_canary.observers": ("Observer",),

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from kv_canary.composition import BatchRequests, ForwardRequest
 from kv_canary.config import CanaryConfig
-from kv_canary.constants import OWNER_MASK, Reason, Status, Tag
+from kv_canary.constants import Reason, Status, Tag
 from kv_canary.drain import Findings, StepWords
-from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager
+from kv_canary.forward import ForwardBatch, SingleForwardManager
 from kv_canary.guard import Guard
 from kv_canary.observers import Observer, StepFacts
 from kv_canary.output import OUTPUT, logger
@@ -35,7 +36,7 @@ class StepRecord:
 
     Args:
         number: its number.
-        requests: by row.
+        forwards: the requests of each.
         statuses: numbers of the status words of its plans, with the names of their groups.
         launches: how many its forwards make, by tag.
         relied_on: cached positions that its forwards are about to read.
@@ -46,7 +47,7 @@ class StepRecord:
     """
 
     number: int
-    requests: dict[int, ForwardRequest] = field(default_factory=dict)
+    forwards: list[BatchRequests] = field(default_factory=list)
     statuses: dict[int, str] = field(default_factory=dict)
     launches: Counter[int] = field(default_factory=Counter)
     relied_on: int = 0
@@ -54,6 +55,17 @@ class StepRecord:
     stride: int = 1
     inner: dict[tuple[int, int], int] = field(default_factory=dict)
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def request(self, row: int) -> ForwardRequest | None:
+        """Return the request of a row, as the step's last forward had it."""
+        return next((r for f in reversed(self.forwards) if (r := f.find(row)) is not None), None)
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests the step's forwards served."""
+        if len(self.forwards) == 1:
+            return len(self.forwards[0])
+        return len({row for f in self.forwards for row in f.rows.tolist()})
 
 
 class Accounts:
@@ -260,7 +272,7 @@ class Accounts:
         return StepFacts(
             step=words.step,
             status=self._status(),
-            requests=0 if record is None else len(record.requests),
+            requests=0 if record is None else record.num_requests,
             relied_on=relied_on,
             verified=verified,
             counters=tuple(tuple(pair) for pair in words.counters),
@@ -298,7 +310,7 @@ class Accounts:
             return False
 
     def _request(self, step: int, row: int) -> ForwardRequest | None:
-        return next((s.requests.get(row) for s in reversed(self._steps) if s.number == step), None)
+        return next((s.request(row) for s in reversed(self._steps) if s.number == step), None)
 
     def _name_of_row(self, step: int, row: int) -> str | None:
         request = self._request(step, row)
@@ -308,8 +320,8 @@ class Accounts:
         if self._rows is not None:
             return self._rows.name(owner)
         # An engine with rows of its own: the requests of the steps that are remembered.
-        requests = (r for s in reversed(self._steps) for r in s.requests.values())
-        return next((r.request_id for r in requests if r.owner & OWNER_MASK == owner), None)
+        forwards = (f for s in reversed(self._steps) for f in reversed(s.forwards))
+        return next((r.request_id for f in forwards if (r := f.find_owner(owner)) is not None), None)
 
 
 def _missing(words: StepWords, before: Sequence[Sequence[int]], wanted: Mapping[int, int]) -> dict[str, int]:

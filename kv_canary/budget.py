@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from kv_canary.composition import BatchRequests, Int64s
 from kv_canary.config import CanaryConfig
-
-if TYPE_CHECKING:
-    from kv_canary.forward import ForwardRequest
 
 # Steps whose times are remembered, and that pass between two changes of the stride.
 _MEMORY = 16
@@ -32,6 +29,14 @@ class StepCost:
     entry: float
 
 
+class _Seen:
+    """Of each row: whose it was in a forward, in which step last, and how many positions it had then."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.owners, self.identities, self.lengths = (np.zeros(max_rows, np.int64) for _ in range(3))
+        self.steps = np.full(max_rows, -2, np.int64)
+
+
 class Budget:
     """The stride of each request in a step.
 
@@ -42,15 +47,16 @@ class Budget:
     Args:
         config: a stride that is given there is kept; else it is chosen, by what `cost` says and `observe` sees.
         device: what the canary runs on.
+        max_rows: rows, row 0 (padding) included.
     """
 
-    def __init__(self, config: CanaryConfig, device: torch.device) -> None:
+    def __init__(self, config: CanaryConfig, device: torch.device, *, max_rows: int) -> None:
         self.chooses = config.stride is None and device.type == "cuda"
         self.stride = config.stride or 1
         self.target, self.longest = config.overhead_target, config.max_stride
         self.cost: StepCost | None = None
-        # Of each forward and row: whose it was, in which step last, and how many positions it had then.
-        self._seen: dict[str, dict[int, tuple[int, int, int, int]]] = {}
+        self._max_rows = max_rows
+        self._seen: dict[str, _Seen] = {}
         self._last: float | None = None
         self._times: deque[float] = deque(maxlen=_MEMORY)
         self._entries: deque[int] = deque(maxlen=_MEMORY)
@@ -61,18 +67,20 @@ class Budget:
         """Whether positions may be skipped at all; it never changes, so that a graph can be captured with it."""
         return self.chooses or self.stride > 1
 
-    def strides(self, forward: str, requests: Iterable[ForwardRequest], *, step: int) -> list[int]:
+    def strides(self, forward: str, requests: BatchRequests, *, step: int) -> Int64s:
         """Return the stride of each request, and note that it is in this step."""
+        rows, ones = requests.rows, np.ones(len(requests), np.int64)
         if not self.may_skip:
-            return [1 for _ in requests]
-        seen = self._seen.setdefault(forward, {})
-        result = []
-        for r in requests:
-            owner, identity, last, length = seen.get(r.row, (0, 0, 0, 0))
-            went_on = (owner, identity) == (r.owner, r.identity) and step - last <= 1 and r.prefix_len <= length
-            result.append(self.stride if went_on else 1)
-            seen[r.row] = (r.owner, r.identity, step, r.prefix_len + r.extend_len)
-        return result
+            return ones
+        seen = self._seen.get(forward)
+        if seen is None:
+            seen = self._seen[forward] = _Seen(self._max_rows)
+        went_on = (seen.owners[rows] == requests.owners) & (seen.steps[rows] >= step - 1)
+        went_on &= seen.identities[rows] == requests.composition.identities
+        went_on &= requests.prefix <= seen.lengths[rows]
+        seen.owners[rows], seen.identities[rows] = requests.owners, requests.composition.identities
+        seen.steps[rows], seen.lengths[rows] = step, requests.prefix + requests.extend
+        return np.where(went_on, self.stride, ones)
 
     def forget(self, forward: str) -> None:
         """Take in that a forward was given up: what was its turn may not have been verified."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from kv_canary import ops
+from kv_canary.composition import BatchRequests, ForwardRequest, Int64s
 from kv_canary.errors import must_be
 from kv_canary.launches import NO_NUMBERS, ForwardInputs, GroupLaunches, Shape, VerifiedEntries
 from kv_canary.pools import BufferGroup
@@ -22,42 +25,10 @@ if TYPE_CHECKING:
     from kv_canary.manager import CanaryManager
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForwardRequest:
-    """One request of a forward.
-
-    Args:
-        request_id: how reports call it.
-        row: its row in the tables, in [1, max_rows).
-        owner: its serial number, stamped on the records it writes.
-        prefix_len: tokens it has in the cache before this forward, those `pending` included.
-        extend_len: tokens this forward writes for it.
-        tokens: returns the request's OWN tokens [start, end), from its prompt and output, never from the engine's
-            input buffers: they are what the cache is held against.
-        pending: how many of the prefix's last tokens another request of this very forward produces. They are verified
-            behind the model only, where they are first there to be read; never with a captured graph.
-        identity: a 64-bit word of what else its KV depends on (adapter, image, cache salt, weights), from a stable
-            hash; 0 for nothing. The same tokens under another identity are another chain.
-        discarded: says, once the forward is over, whether the engine has thrown this request's result away; what such
-            a row has found is counted and not reported.
-    """
-
-    request_id: str
-    row: int
-    owner: int
-    prefix_len: int
-    extend_len: int
-    tokens: Callable[[int, int], Sequence[int]]
-    pending: int = 0
-    identity: int = 0
-    discarded: Callable[[], bool] | None = None
-
-
-def relied_on(requests: Sequence[ForwardRequest], group: BufferGroup) -> int:
+def relied_on(requests: BatchRequests, group: BufferGroup) -> int:
     """Return how many cached positions a forward of `requests` is about to read in `group`."""
-    if not group.window:
-        return sum(r.prefix_len - r.pending for r in requests)
-    return sum(max(0, _read(r, group) - r.pending) for r in requests)
+    read = _read(requests, group)
+    return int((read if requests.pending is None else (read - requests.pending).clip(0)).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +36,7 @@ class ForwardBatch:
     """One forward, as the engine is about to run it. The flat tensors may be on any device, int32 or int64.
 
     Args:
-        requests: in the order of the flat inputs.
+        requests: in the order of the flat inputs; those of engines that do it often are `BatchRequests`.
         input_ids: [tokens] the model is given; None where they are known at HEAD only.
         positions: [tokens] the model is given; None likewise.
         out_slots: [tokens] per group name: the slot each token's KV goes to, 0 where it is discarded.
@@ -82,6 +53,11 @@ class ForwardBatch:
     tables: Mapping[str, torch.Tensor]
     expected_input_ids: torch.Tensor | None = None
     check_positions: bool = True
+
+    @functools.cached_property
+    def arrays(self) -> BatchRequests:
+        """The requests in arrays."""
+        return BatchRequests.of(self.requests)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -261,7 +237,7 @@ class SingleForwardManager:
         self._manager.expect_idle(f"forward {self.name}: begin")
         self._check(batch, captured)
         try:
-            strides = self._manager.begin_forward(self, batch.requests)
+            strides = self._manager.begin_forward(self, batch.arrays)
             self._manager.take_in_gaps(self, batch)
             self._manager.perturb(batch)
             self._prepare(batch, captured, strides=strides)
@@ -281,23 +257,24 @@ class SingleForwardManager:
         with self._manager.guard.contain(f"forward {self.name}: skip"):
             self._manager.skip_forward(self, out_slots)
 
-    def _prepare(self, batch: ForwardBatch, captured: CapturedForward | None, *, strides: list[int]) -> None:
+    def _prepare(self, batch: ForwardBatch, captured: CapturedForward | None, *, strides: Int64s) -> None:
         """Copy everything that HEAD and TAIL read from the host."""
-        manager, requests = self._manager, batch.requests
-        self._new_tokens = sum(r.extend_len for r in requests)
+        manager, requests = self._manager, batch.arrays
+        self._new_tokens = int(requests.extend.sum())
         expected = batch.expected_input_ids
         if expected is None and manager.config.check_inputs:
             expected = manager.oracle.expected(requests, offset=self.groups[0].token_offset)
         self._shape = self._shape_of(batch, captured, expects_tokens=expected is not None)
+        there = requests.there
         columns = (
-            [r.row for r in requests],
-            [r.owner for r in requests],
-            [r.prefix_len for r in requests],
-            [r.extend_len for r in requests],
+            requests.rows,
+            requests.owners,
+            requests.prefix,
+            requests.extend,
             manager.state.known_lens(requests),
             strides,
-            [r.prefix_len - r.pending for r in requests],
-            [r.pending + 1 for r in requests],
+            there,
+            requests.prefix - there + 1,
         )
         self._inputs.post(columns, requests=self._shape.requests, check_positions=batch.check_positions)
         if self._shape.has_pending:
@@ -311,7 +288,7 @@ class SingleForwardManager:
             if captured is None:
                 launches.table = batch.tables[name]
             launches.prepare(
-                needed=_entries(requests, launches.group),
+                needed=int(_read(requests, launches.group).sum()),
                 has_pending=self._shape.has_pending,
                 sizes_are_final=self._sizes_are_final,
             )
@@ -327,7 +304,7 @@ class SingleForwardManager:
             requests, tokens = captured.requests, captured.tokens
         elif self._replays.rounds_up:
             requests, tokens = round_up(requests, limits.max_requests), round_up(tokens, limits.max_tokens)
-        has_pending = any(r.pending for r in batch.requests)
+        has_pending = batch.arrays.pending is not None
         return Shape(requests=requests, tokens=tokens, expects_tokens=expects_tokens, has_pending=has_pending)
 
     def head(self, *, input_ids: torch.Tensor | None = None, positions: torch.Tensor | None = None) -> None:
@@ -492,7 +469,7 @@ class SingleForwardManager:
         most = (limits.max_requests, limits.max_tokens) if captured is None else (captured.requests, captured.tokens)
         if len(batch.requests) > most[0]:
             raise ValueError(must_be(part, "requests", f"at most {most[0]} requests", str(len(batch.requests))))
-        tokens = sum(r.extend_len for r in batch.requests)
+        tokens = int(batch.arrays.extend.sum())
         if tokens > most[1]:
             raise ValueError(must_be(part, "requests", f"at most {most[1]} new tokens", str(tokens)))
         self._check_names(batch.out_slots, batch.tables)
@@ -518,14 +495,20 @@ class SingleForwardManager:
                 raise ValueError(must_be(part, argument, expected, str(list(tensor.shape))))
             if tensor.dtype not in (torch.int32, torch.int64):
                 raise TypeError(must_be(part, argument, "of dtype int32 or int64", str(tensor.dtype)))
-        rows = [r.row for r in batch.requests]
-        if len(set(rows)) != len(rows):
-            raise ValueError(must_be(part, "rows", "different for every request", str(rows)))
-        for r in batch.requests:
-            most_pending = r.prefix_len if captured is None else 0
-            wrong = r.prefix_len < 0 or r.extend_len < 0 or not 0 <= r.pending <= most_pending
-            if wrong or not 0 < r.row < limits.max_rows:
-                raise ValueError(self._complaint(r, most_pending=most_pending))
+        self._check_numbers(batch.arrays, captured)
+
+    def _check_numbers(self, requests: BatchRequests, captured: CapturedForward | None) -> None:
+        """Check rows and lengths."""
+        rows, prefix = requests.rows, requests.prefix
+        if len(np.unique(rows)) != len(rows):
+            expected = "different for every request"
+            raise ValueError(must_be(f"forward {self.name}", "rows", expected, str(rows.tolist())))
+        wrong = (rows <= 0) | (rows >= self._manager.limits.max_rows) | (prefix < 0) | (requests.extend < 0)
+        if requests.pending is not None:
+            wrong |= (requests.pending < 0) | (requests.pending > (prefix if captured is None else 0))
+        if wrong.any():
+            request = requests[int(wrong.argmax())]
+            raise ValueError(self._complaint(request, most_pending=request.prefix_len if captured is None else 0))
 
     def _complaint(self, request: ForwardRequest, *, most_pending: int) -> str:
         """Return what is wrong with a request."""
@@ -554,16 +537,9 @@ class SingleForwardManager:
             )
 
 
-def _entries(requests: Sequence[ForwardRequest], group: BufferGroup) -> int:
-    """Return how many positions of their prefixes a forward of `requests` reads in `group`."""
-    if not group.window:
-        return sum(r.prefix_len for r in requests)
-    return sum(_read(r, group) for r in requests)
-
-
-def _read(request: ForwardRequest, group: BufferGroup) -> int:
-    """Return how many positions of its prefix a forward of `request` reads in `group`."""
-    return min(request.prefix_len, group.window) if group.window else request.prefix_len
+def _read(requests: BatchRequests, group: BufferGroup) -> Int64s:
+    """Return how many positions of its prefix a forward reads in `group`, of each request."""
+    return np.minimum(requests.prefix, group.window) if group.window else requests.prefix
 
 
 def _copy(buffer: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -7,13 +7,15 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+Numbers = Sequence[int] | npt.NDArray[np.int64]
 # Sets of views that a mailbox remembers.
 _MOST_VIEWS = 256
 
 
-def send(device: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
+def send(device: torch.device, *columns: Numbers) -> tuple[torch.Tensor, ...]:
     """Return int64 tensors on `device` of these numbers, by one copy that the host does not wait for.
 
     The pinned memory that it is made from is PyTorch's, which hands none on before the copies out of it are over.
@@ -48,7 +50,7 @@ class Mailbox:
         # Views of the buffer, by their lengths: those of a batch come again and again.
         self._views: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
-    def post(self, *columns: Sequence[int], widths: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def post(self, *columns: Numbers, widths: Sequence[int] | None = None) -> list[torch.Tensor]:
         """Return int64 views of the buffer that hold these numbers once what is launched now runs.
 
         Args:

@@ -12,7 +12,7 @@ import torch
 from kv_canary import ops
 from kv_canary.capacities import CanaryLimits
 from kv_canary.constants import HEAD_OF_CHAIN
-from kv_canary.host import Mailbox, let_go
+from kv_canary.host import Mailbox, Numbers, let_go
 from kv_canary.pools import BufferGroup
 from kv_canary.replays import layout_of
 from kv_canary.specs.structures import Endpoint, ResolvedSlots, VerifyPlan, WritePlan
@@ -92,7 +92,7 @@ class ForwardInputs:
         )
         self.post(NO_NUMBERS, requests=1)
 
-    def post(self, columns: Sequence[Sequence[int]], *, requests: int, check_positions: bool = True) -> None:
+    def post(self, columns: Sequence[Numbers], *, requests: int, check_positions: bool = True) -> None:
         """Send the numbers of a batch, zeros (padding) behind them.
 
         Args:

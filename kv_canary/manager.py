@@ -15,11 +15,12 @@ from kv_canary.backends import select_backend
 from kv_canary.budget import Budget
 from kv_canary.calibration import measure_cost
 from kv_canary.capacities import CanaryLaunchCapacities, CanaryLimits
+from kv_canary.composition import BatchRequests, Int64s
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import OWNER_MASK, Tag
 from kv_canary.drain import Drain, Findings
 from kv_canary.errors import must_be
-from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager, relied_on
+from kv_canary.forward import ForwardBatch, SingleForwardManager, relied_on
 from kv_canary.guard import Guard
 from kv_canary.observers import HealthCheck, Observer, observers_of
 from kv_canary.oracle import TokenOracle
@@ -113,7 +114,7 @@ class CanaryManager:
         self.oracle = TokenOracle(max_rows=limits.max_rows, device=self.device)
         self._endpoints: dict[tuple[str, Tag, bool], Endpoint] = {}
         # All that may refuse comes before the observers, which hold files and ports.
-        self.budget = Budget(self.config, self.device)
+        self.budget = Budget(self.config, self.device, max_rows=limits.max_rows)
         if self.budget.chooses:
             self.budget.cost = measure_cost(self)
         perturb = PerturbConfig.from_env() if perturb is None else perturb
@@ -352,7 +353,7 @@ class CanaryManager:
             checks_inputs = batch.expected_input_ids is not None or self.config.check_inputs
             self.perturber.before(batch, step=self._number, checks_inputs=checks_inputs, cached=self._cached)
 
-    def begin_forward(self, forward: SingleForwardManager, requests: Sequence[ForwardRequest]) -> list[int]:
+    def begin_forward(self, forward: SingleForwardManager, requests: BatchRequests) -> Int64s:
         """Report what earlier steps found, bring tails up and return the strides; called by the forward's `begin`.
 
         What it raises the forward takes to `abort_forward`.
@@ -372,16 +373,18 @@ class CanaryManager:
         fresh, offsets = requests, {g.token_offset for g in forward.groups}
         if forward.inner:
             # The others go on where an inner forward of this step has brought them.
-            fresh = [r for r in requests if {step.inner.pop((o, r.row), None) for o in offsets} != {r.prefix_len}]
+            fresh = BatchRequests.of(
+                [r for r in requests if {step.inner.pop((o, r.row), None) for o in offsets} != {r.prefix_len}]
+            )
         try:
             self.state.advance(fresh, backend=self.backend)
         except BaseException:
             # How far the rows have come is not known; from here on they are brought up from their first token.
-            self.state.forget(fresh)
+            self.state.forget(fresh.rows)
             raise
         if forward.inner:
-            self.state.branch(fresh, offsets)
-        step.requests.update({r.row: r for r in requests})
+            self.state.branch(fresh.rows, offsets)
+        step.forwards.append(requests)
         step.relied_on += sum(relied_on(requests, g) for g in forward.groups)
         return self.budget.strides(forward.name, requests, step=step.number)
 

@@ -11,7 +11,7 @@ import torch
 from kv_canary.host import send
 
 if TYPE_CHECKING:
-    from kv_canary.forward import ForwardRequest
+    from kv_canary.composition import ForwardRequest
 
 UNKNOWN = -1
 

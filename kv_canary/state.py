@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from kv_canary import ops
+from kv_canary.composition import BatchRequests, Int64s
 from kv_canary.constants import ANCHOR, MASK64, Tag, to_signed
 from kv_canary.hashing import mix
-from kv_canary.host import Mailbox, let_go, send
+from kv_canary.host import Mailbox, Numbers, let_go, send
 from kv_canary.replays import Replays, layout_of, round_up
 from kv_canary.specs.structures import ViolationLog
 from kv_canary.specs.violation_row import VIOLATION_WORDS
-
-if TYPE_CHECKING:
-    from kv_canary.forward import ForwardRequest
-
 
 # Tokens of a launch that may be replayed.
 _MOST_REPLAYED = 4096
@@ -32,48 +28,50 @@ VIOLATION_COUNT = NUM_COUNTERS
 FIRST_STATUS = VIOLATION_COUNT + 2
 
 
-# Where a row stands: its request's owner, the identity that its chain starts from, and how many of its tokens are in.
-_Stand = tuple[int, int, int]
-_NOWHERE: _Stand = (0, 0, 0)
+_NOBODY = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 
 class _Progress:
-    """How far each row has come."""
+    """How far each row has come: its request's owner, the identity that its chain starts from, and its tokens in."""
 
     def __init__(self, max_rows: int) -> None:
-        self._rows = [_NOWHERE] * max_rows
+        self._owners, self._identities, self._lengths = (np.zeros(max_rows, np.int64) for _ in range(3))
         self._row_of: dict[int, int] = {}
 
-    def behind(self, requests: Iterable[ForwardRequest]) -> list[tuple[ForwardRequest, int]]:
-        """Return the requests whose rows are not at their prefixes, each with the length to go on from."""
-        found = []
-        for request in requests:
-            owner, identity, length = self._rows[request.row]
-            goes_on = owner == request.owner and identity == request.identity
-            if not goes_on or length != request.prefix_len:
-                found.append((request, length if goes_on and length <= request.prefix_len else 0))
-        return found
+    def behind(self, requests: BatchRequests) -> tuple[Int64s, Int64s]:
+        """Return which requests' rows are not at their prefixes, and the lengths to go on from."""
+        rows, prefix = requests.rows, requests.prefix
+        lengths = self._lengths[rows]
+        goes_on = self._owners[rows] == requests.owners
+        goes_on &= self._identities[rows] == requests.composition.identities
+        which = np.flatnonzero(~goes_on | (lengths != prefix))
+        starts = np.where(goes_on & (lengths <= prefix), lengths, 0)[which]
+        return which, starts
 
-    def forget(self, requests: Iterable[ForwardRequest]) -> None:
-        """Let the rows of `requests` start anew."""
-        for request in requests:
-            self._rows[request.row] = _NOWHERE
+    def forget(self, rows: Int64s) -> None:
+        """Let `rows` start anew."""
+        for values in (self._owners, self._identities, self._lengths):
+            values[rows] = 0
 
-    def lengths(self, requests: Iterable[ForwardRequest]) -> list[int]:
-        """Return how many tokens of each request's row are in."""
-        rows = self._rows
-        return [rows[request.row][2] for request in requests]
+    def lengths(self, rows: Int64s) -> Int64s:
+        """Return how many tokens of each of `rows` are in."""
+        return self._lengths[rows]
 
-    def advanced(self, requests: Iterable[tuple[ForwardRequest, int]]) -> None:
+    def advanced(self, requests: BatchRequests, which: Int64s) -> None:
         """Note that the rows of these requests are at their prefixes."""
-        for request, _ in requests:
-            before = self._rows[request.row][0]
-            if before != request.owner:
-                self._row_of.pop(before, None)
-                # A request that has moved leaves nothing behind that it could go on from when it comes back.
-                self._rows[self._row_of.get(request.owner, 0)] = _NOWHERE
-                self._row_of[request.owner] = request.row
-            self._rows[request.row] = (request.owner, request.identity, request.prefix_len)
+        rows, owners = requests.rows[which], requests.owners[which]
+        for row, owner in zip(*self._changed_hands(rows, owners), strict=True):
+            self._row_of.pop(int(self._owners[row]), None)
+            # A request that has moved leaves nothing behind that it could go on from when it comes back.
+            self.forget(np.array([self._row_of.get(owner, 0)]))
+            self._row_of[owner] = row
+        self._owners[rows] = owners
+        self._identities[rows] = requests.composition.identities[which]
+        self._lengths[rows] = requests.prefix[which]
+
+    def _changed_hands(self, rows: Int64s, owners: Int64s) -> tuple[list[int], list[int]]:
+        changed = self._owners[rows] != owners
+        return rows[changed].tolist(), owners[changed].tolist()
 
 
 class Tails:
@@ -131,7 +129,9 @@ class CanaryDeviceState:
         self.tails = {o: Tails(max_rows=max_rows, offset=o, device=device) for o in sorted(set(offsets))}
         self.token_pool = torch.zeros(max_rows, max_len, dtype=torch.int32, device=device) if keep_tokens else None
         self._tokens = _Progress(max_rows)
-        self._anchored = [0] * max_rows
+        self._anchored = np.zeros(max_rows, np.int64)
+        # False: nobody knows which identity a row's chain starts from.
+        self._is_anchored = np.ones(max_rows, np.bool_)
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
         self._table_is_final = False
         self._mailbox = Mailbox(device, words=4 * max_rows)
@@ -165,7 +165,7 @@ class CanaryDeviceState:
         """Tokens past a request's prefix that some group's slots hold."""
         return max(self.tails)
 
-    def advance(self, requests: Sequence[ForwardRequest], *, backend: str | None) -> None:
+    def advance(self, requests: BatchRequests, *, backend: str | None) -> None:
         """Bring anchors, tails and tokens of every request's row up to its prefix, from the request's own tokens.
 
         A row that changed hands, or whose prefix shrank, restarts from 0.
@@ -173,33 +173,33 @@ class CanaryDeviceState:
         Raises:
             ValueError: a request gives fewer tokens than it was asked for; then no row has changed.
         """
-        work = [(tails, tails.progress.behind(requests)) for tails in self.tails.values()]
-        segments = [(tails, behind, _segments(behind, tails.offset, 0)) for tails, behind in work if behind]
-        missing = self._tokens.behind(requests) if self.token_pool is not None else []
-        tokens = _segments(missing, 0, self.lookahead) if missing else None
+        behind = [(tails, *tails.progress.behind(requests)) for tails in self.tails.values()]
+        segments = [
+            (tails, which, _segments(requests, which, starts, offset=tails.offset))
+            for tails, which, starts in behind
+            if len(which)
+        ]
+        missing, starts = self._tokens.behind(requests) if self.token_pool is not None else _NOBODY
+        tokens = _segments(requests, missing, starts, more=self.lookahead) if len(missing) else None
         # Only now, so that a history that could not be had leaves every row as it was.
         self._anchor(requests)
-        for tails, behind, lists in segments:
+        for tails, which, lists in segments:
             self._run("chain_tails", lists, {"anchors": self.anchors, "tails": tails.chains}, backend)
-            tails.progress.advanced(behind)
+            tails.progress.advanced(requests, which)
         if tokens is not None and self.token_pool is not None:
-            longest = max(r.prefix_len for r, _ in missing) + self.lookahead
+            longest = int(requests.prefix[missing].max()) + self.lookahead
             if longest > self.token_pool.shape[1] and not self._table_is_final:
                 self.token_pool = widen(self.token_pool, longest)
             self._run("scatter_token_ids", tokens, {"pool": self.token_pool}, backend)
-            self._tokens.advanced(missing)
+            self._tokens.advanced(requests, missing)
 
-    def forget(self, requests: Iterable[ForwardRequest]) -> None:
-        """Take in that it is not known how far these requests' rows have come: they start anew."""
-        requests = list(requests)
+    def forget(self, rows: Int64s) -> None:
+        """Take in that it is not known how far these rows have come: they start anew."""
         for progress in (self._tokens, *(tails.progress for tails in self.tails.values())):
-            progress.forget(requests)
-        for request in requests:
-            self._anchored[request.row] = -1
+            progress.forget(rows)
+        self._is_anchored[rows] = False
 
-    def _run(
-        self, op: str, lists: Sequence[Sequence[int]], where: dict[str, torch.Tensor], backend: str | None
-    ) -> None:
+    def _run(self, op: str, lists: Sequence[Numbers], where: dict[str, torch.Tensor], backend: str | None) -> None:
         """Launch an op on flat tokens, offsets, rows and starts; `where` are its other tensors."""
         flat, offsets, rows, starts = lists
         tokens, requests = len(flat), len(rows)
@@ -207,7 +207,7 @@ class CanaryDeviceState:
         if few and self._replays.rounds_up:
             tokens, requests = round_up(tokens, _MOST_REPLAYED), round_up(requests, self._max_rows)
             # The requests past the others are padding, and have no tokens.
-            offsets = [*offsets, *[offsets[-1]] * (requests - len(rows))]
+            offsets = np.concatenate([offsets, np.full(requests - len(rows), offsets[-1])])
         posted = self._mailbox.post(flat, offsets, rows, starts, widths=(tokens, requests + 1, requests, requests))
         arguments = dict(zip(("flat", "offsets", "rows", "starts"), posted, strict=True))
 
@@ -224,19 +224,18 @@ class CanaryDeviceState:
         """Destroy the graphs that launches are replayed from."""
         self._replays.forget()
 
-    def branch(self, requests: Sequence[ForwardRequest], offsets: Iterable[int]) -> None:
-        """Let the scratch of these requests' rows start from their tails."""
-        if not requests:
+    def branch(self, rows: Int64s, offsets: Iterable[int]) -> None:
+        """Let the scratch of these rows start from their tails."""
+        if not len(rows):
             return
-        (rows,) = self._mailbox.post([r.row for r in requests])
+        (rows_there,) = self._mailbox.post(rows)
         for offset in offsets:
             tails = self.tails[offset]
-            tails.scratch[rows] = tails.chains[rows]
+            tails.scratch[rows_there] = tails.chains[rows_there]
 
-    def known_lens(self, requests: Iterable[ForwardRequest]) -> list[int]:
+    def known_lens(self, requests: BatchRequests) -> Int64s:
         """Return how many of each request's tokens the token table holds."""
-        lookahead = self.lookahead
-        return [length + lookahead for length in self._tokens.lengths(requests)]
+        return self._tokens.lengths(requests.rows) + self.lookahead
 
     def finalize_table(self, max_len: int) -> None:
         """Give the token table room for `max_len` positions, once and for all: a graph will keep its address."""
@@ -245,15 +244,16 @@ class CanaryDeviceState:
             self.token_pool = widen(self.token_pool, longest)
         self._table_is_final = True
 
-    def _anchor(self, requests: Sequence[ForwardRequest]) -> None:
+    def _anchor(self, requests: BatchRequests) -> None:
         """Let each request's chain start from its identity."""
-        changed = [r for r in requests if self._anchored[r.row] != r.identity]
-        if not changed:
+        rows, identities = requests.rows, requests.composition.identities
+        changed = np.flatnonzero((self._anchored[rows] != identities) | ~self._is_anchored[rows])
+        if not len(changed):
             return
-        rows, anchors = send(self.device, [r.row for r in changed], [anchor_of(r.identity) for r in changed])
-        self.anchors[rows] = anchors
-        for r in changed:
-            self._anchored[r.row] = r.identity
+        rows, identities = rows[changed], identities[changed]
+        there, anchors = send(self.device, rows, [anchor_of(word) for word in identities.tolist()])
+        self.anchors[there] = anchors
+        self._anchored[rows], self._is_anchored[rows] = identities, True
 
 
 def anchor_of(identity: int) -> int:
@@ -261,24 +261,28 @@ def anchor_of(identity: int) -> int:
     return to_signed(ANCHOR ^ mix(identity & MASK64)) if identity else ANCHOR
 
 
-def _segments(behind: Sequence[tuple[ForwardRequest, int]], offset: int, more: int) -> tuple[list[int], ...]:
+def _segments(
+    requests: BatchRequests, which: Int64s, starts: Int64s, *, offset: int = 0, more: int = 0
+) -> tuple[Numbers, ...]:
     """Return flat tokens, offsets, rows and starts of what is missing up to each prefix, and `more` tokens of it."""
-    parts = []
-    for request, start in behind:
-        first, last = start + offset, request.prefix_len + offset + more
-        tokens = request.tokens(first, last)
-        if len(tokens) != last - first:
-            raise ValueError(
-                f"kv-canary: request {request.request_id}: tokens({first}, {last}) must be "
-                f"{last - first} tokens, got {len(tokens)}"
-            )
-        parts.append(tokens)
-    return (
-        list(itertools.chain.from_iterable(parts)),
-        [0, *itertools.accumulate(map(len, parts))],
-        [request.row for request, _ in behind],
-        [start for _, start in behind],
-    )
+    rows, firsts, lasts = requests.rows[which], starts + offset, requests.prefix[which] + offset + more
+    offsets = np.zeros(len(which) + 1, np.int64)
+    np.cumsum(lasts - firsts, out=offsets[1:])
+    flat: Numbers | None = None
+    if (lasts - firsts == 1).all():
+        # As in most steps of decoding.
+        flat = requests.newest(which, lasts)
+    if flat is None:
+        flat = []
+        for i, first, last in zip(which.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
+            tokens = requests.tokens(i, first, last)
+            if len(tokens) != last - first:
+                raise ValueError(
+                    f"kv-canary: request {requests[i].request_id}: tokens({first}, {last}) must be "
+                    f"{last - first} tokens, got {len(tokens)}"
+                )
+            flat.extend(tokens)
+    return flat, offsets, rows, starts
 
 
 def widen(table: torch.Tensor, length: int) -> torch.Tensor:

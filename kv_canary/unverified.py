@@ -29,7 +29,7 @@ from kv_canary.sweep import CachedSlots
 from kv_canary.transfer import write_aside
 
 if TYPE_CHECKING:
-    from kv_canary.forward import ForwardRequest
+    from kv_canary.composition import ForwardRequest
     from kv_canary.manager import CanaryManager
 
 _DOUBT, _GAP, _TAKEN = 1, 2, 4

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from kv_canary.forward import ForwardBatch, ForwardRequest
+from kv_canary.composition import ForwardRequest
+from kv_canary.forward import ForwardBatch
 
 
 @dataclass(eq=False, kw_only=True)

@@ -25,12 +25,13 @@ from typing import Any
 import torch
 
 from kv_canary.capacities import CanaryLimits
+from kv_canary.composition import ForwardRequest
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import BAD_SLOT
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.transformers_base import Events, Layout
 from kv_canary.errors import must_be
-from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager
+from kv_canary.forward import ForwardBatch, SingleForwardManager
 from kv_canary.guard import Contained
 from kv_canary.host import send
 from kv_canary.identity import Identity, word_of

@@ -6,7 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_canary.forward import ForwardBatch, ForwardRequest
+from kv_canary.composition import ForwardRequest
+from kv_canary.forward import ForwardBatch
 from kv_canary.pools import BufferGroup
 
 

@@ -14,7 +14,8 @@ from kv_canary.ranks.compare import Flag, Word
 from kv_canary.specs.structures import ViolationLog
 
 if TYPE_CHECKING:
-    from kv_canary.forward import ForwardBatch, ForwardRequest, SingleForwardManager
+    from kv_canary.composition import ForwardRequest
+    from kv_canary.forward import ForwardBatch, SingleForwardManager
     from kv_canary.manager import CanaryManager
 
 # Entries that are counted at once, which bounds the memory that this takes.

@@ -16,7 +16,7 @@ from kv_canary.specs.violation_row import ViolationRow
 from kv_canary.state import anchor_of
 
 if TYPE_CHECKING:
-    from kv_canary.forward import ForwardRequest
+    from kv_canary.composition import ForwardRequest
 
 # Verdict on a position that the window has left: its slot may be anybody's by now.
 LEFT = "LEFT_WINDOW"

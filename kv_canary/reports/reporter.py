@@ -25,7 +25,7 @@ from kv_canary.specs.violation_row import ViolationRow
 
 if TYPE_CHECKING:
     from kv_canary.accounts import StepRecord
-    from kv_canary.forward import ForwardRequest
+    from kv_canary.composition import ForwardRequest
 
 # Positions on each side of a fault that its neighbourhood shows, and that a bundle's timeline shows.
 SIDE = 8
@@ -218,11 +218,11 @@ class IncidentReporter:
 
     def _find(self, number: int, row: int) -> tuple[StepRecord, ForwardRequest] | None:
         """Return the latest step with the request that ran in this row at step `number`, and how it ran there."""
-        then = next((s.requests.get(row) for s in self._steps if s.number == number), None)
+        then = next((s.request(row) for s in self._steps if s.number == number), None)
         if then is None:
             return None
         for step in reversed(self._steps):
-            request = step.requests.get(row)
+            request = step.request(row)
             if request is not None and request.owner == then.owner and step.tables:
                 return step, request
         return None
@@ -239,10 +239,10 @@ class IncidentReporter:
 
     def _arrived(self, number: int, row: int) -> int | None:
         """Return the first step of the request in `row`; None where it may have come before any that is remembered."""
-        then = next((s.requests.get(row) for s in self._steps if s.number == number), None)
+        then = next((s.request(row) for s in self._steps if s.number == number), None)
         if then is None:
             return None
-        came = next((s.number for s in self._steps if (r := s.requests.get(row)) and r.owner == then.owner), None)
+        came = next((s.number for s in self._steps if (r := s.request(row)) and r.owner == then.owner), None)
         return came if came != self._steps[0].number or came == 1 else None
 
 

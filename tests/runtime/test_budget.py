@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import kv_canary as kc
 from kv_canary.budget import Budget, StepCost
+from kv_canary.composition import BatchRequests
 from kv_canary.constants import STRIDE_BLOCK
 from kv_canary.forward import relied_on
 
@@ -162,14 +163,18 @@ def test_a_request_that_waited_is_verified_wholly_when_it_returns() -> None:
     assert planned(engine)[a.row] == set(range(66))
 
 
+def strides(budget: Budget, forward: str, requests: list[kc.ForwardRequest], *, step: int) -> list[int]:
+    return budget.strides(forward, BatchRequests.of(requests), step=step).tolist()
+
+
 @pytest.mark.parametrize("change", ["owner", "identity"])
 def test_a_row_that_changed_hands_is_verified_wholly(change: str) -> None:
-    budget = Budget(kc.CanaryConfig(stride=4), CPU)
+    budget = Budget(kc.CanaryConfig(stride=4), CPU, max_rows=MAX_ROWS)
     first, other = request(), request(**{change: 9})
-    assert budget.strides("target", [first], step=1) == [1]
-    assert budget.strides("target", [first], step=2) == [4]
-    assert budget.strides("target", [other], step=3) == [1]
-    assert budget.strides("target", [other], step=4) == [4]
+    assert strides(budget, "target", [first], step=1) == [1]
+    assert strides(budget, "target", [first], step=2) == [4]
+    assert strides(budget, "target", [other], step=3) == [1]
+    assert strides(budget, "target", [other], step=4) == [4]
 
 
 def request(**changes: Any) -> kc.ForwardRequest:
@@ -179,41 +184,41 @@ def request(**changes: Any) -> kc.ForwardRequest:
 
 def test_each_forward_has_a_rotation_of_its_own() -> None:
     """What one forward of a step has verified lies in other groups than what another one reads."""
-    budget = Budget(kc.CanaryConfig(stride=4), CPU)
-    assert budget.strides("draft", [request()], step=1) == [1]
-    assert budget.strides("target", [request()], step=2) == [1]
-    assert budget.strides("draft", [request()], step=2) == [4]
-    assert budget.strides("target", [request()], step=3) == [4]
+    budget = Budget(kc.CanaryConfig(stride=4), CPU, max_rows=MAX_ROWS)
+    assert strides(budget, "draft", [request()], step=1) == [1]
+    assert strides(budget, "target", [request()], step=2) == [1]
+    assert strides(budget, "draft", [request()], step=2) == [4]
+    assert strides(budget, "target", [request()], step=3) == [4]
     # Once more in the same step: the same turn.
-    assert budget.strides("target", [request()], step=3) == [4]
-    assert budget.strides("draft", [request()], step=4) == [1]
+    assert strides(budget, "target", [request()], step=3) == [4]
+    assert strides(budget, "draft", [request()], step=4) == [1]
 
 
 def test_a_forward_in_which_only_some_take_part_loses_nobody_s_turn() -> None:
-    budget = Budget(kc.CanaryConfig(stride=4), CPU)
+    budget = Budget(kc.CanaryConfig(stride=4), CPU, max_rows=MAX_ROWS)
     both = [request(), request(row=2, owner=2)]
-    assert budget.strides("draft", both, step=1) == [1, 1]
+    assert strides(budget, "draft", both, step=1) == [1, 1]
     # Several forwards of a name in a step, as drafts are made.
-    assert budget.strides("draft", both[:1], step=1) == [4]
-    assert budget.strides("draft", both, step=2) == [4, 4]
+    assert strides(budget, "draft", both[:1], step=1) == [4]
+    assert strides(budget, "draft", both, step=2) == [4, 4]
 
 
 def test_more_in_the_cache_than_was_put_there_is_verified_wholly() -> None:
-    budget = Budget(kc.CanaryConfig(stride=4), CPU)
-    assert budget.strides("target", [request(prefix_len=4, extend_len=3)], step=1) == [1]
-    assert budget.strides("target", [request(prefix_len=7)], step=2) == [4]
-    assert budget.strides("target", [request(prefix_len=9)], step=3) == [1]
+    budget = Budget(kc.CanaryConfig(stride=4), CPU, max_rows=MAX_ROWS)
+    assert strides(budget, "target", [request(prefix_len=4, extend_len=3)], step=1) == [1]
+    assert strides(budget, "target", [request(prefix_len=7)], step=2) == [4]
+    assert strides(budget, "target", [request(prefix_len=9)], step=3) == [1]
     # Rejected drafts: less than that is as good.
-    assert budget.strides("target", [request(prefix_len=5)], step=4) == [4]
+    assert strides(budget, "target", [request(prefix_len=5)], step=4) == [4]
 
 
 def test_a_forward_that_was_given_up_is_verified_wholly_when_it_is_made_again() -> None:
-    budget = Budget(kc.CanaryConfig(stride=4), CPU)
-    budget.strides("target", [request()], step=1)
-    budget.strides("other", [request()], step=1)
+    budget = Budget(kc.CanaryConfig(stride=4), CPU, max_rows=MAX_ROWS)
+    strides(budget, "target", [request()], step=1)
+    strides(budget, "other", [request()], step=1)
     budget.forget("target")
-    assert budget.strides("target", [request()], step=2) == [1]
-    assert budget.strides("other", [request()], step=2) == [4]
+    assert strides(budget, "target", [request()], step=2) == [1]
+    assert strides(budget, "other", [request()], step=2) == [4]
 
 
 @pytest.mark.parametrize("windowed", [False, True])
@@ -247,13 +252,13 @@ def test_what_a_forward_relies_on_is_what_is_there_of_its_window() -> None:
     full, ring = kc.BufferGroup(name="full", pool=make_pool(8)), kc.BufferGroup(name="w", pool=make_pool(8), window=5)
     wanted = {(0, 0): (0, 0), (3, 0): (3, 3), (9, 0): (9, 5), (9, 2): (7, 3), (9, 7): (2, 0), (9, 9): (0, 0)}
     for (prefix, pending), (in_full, in_window) in wanted.items():
-        r = request(prefix_len=prefix, pending=pending)
-        assert (relied_on([r], full), relied_on([r], ring)) == (in_full, in_window)
+        r = BatchRequests.of([request(prefix_len=prefix, pending=pending)])
+        assert (relied_on(r, full), relied_on(r, ring)) == (in_full, in_window)
 
 
 def test_a_stride_that_is_given_is_kept() -> None:
     for device in (CPU, GPU):
-        budget = Budget(kc.CanaryConfig(stride=4), device)
+        budget = Budget(kc.CanaryConfig(stride=4), device, max_rows=MAX_ROWS)
         assert not budget.chooses
         assert budget.may_skip
         budget.cost = StepCost(fixed=9.0, entry=9.0)
@@ -263,7 +268,7 @@ def test_a_stride_that_is_given_is_kept() -> None:
 
 
 def test_a_cpu_never_skips_by_itself() -> None:
-    budget = Budget(kc.CanaryConfig(), CPU)
+    budget = Budget(kc.CanaryConfig(), CPU, max_rows=MAX_ROWS)
     assert not budget.chooses
     assert not budget.may_skip
     assert budget.stride == 1
@@ -271,7 +276,7 @@ def test_a_cpu_never_skips_by_itself() -> None:
 
 def chosen(entry: float, *, target: float = 0.01, longest: int = 32, fixed: float = 0.0, steps: int = 64) -> list[int]:
     """Return the strides that are chosen, step by step of one second each, in which 1000 positions are relied on."""
-    budget = Budget(kc.CanaryConfig(overhead_target=target, max_stride=longest), GPU)
+    budget = Budget(kc.CanaryConfig(overhead_target=target, max_stride=longest), GPU, max_rows=MAX_ROWS)
     assert budget.chooses
     assert budget.may_skip
     budget.cost = StepCost(fixed=fixed, entry=entry)

@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 import kv_canary as kc
 from kv_canary.budget import Budget
-from kv_canary.forward import ForwardRequest
+from kv_canary.composition import ForwardRequest
 from kv_canary.observers import Observer
 from kv_canary.ranks import watch
 from kv_canary.ranks.compare import Word
 
-from .engine import Engine, Request, make_pool
+from .engine import MAX_ROWS, Engine, Request, make_pool
 
 
 class Bus:
@@ -484,7 +484,7 @@ class ChangingBudget(Budget):
     """A budget that chooses, as on a GPU, by a clock of its own."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__(kc.CanaryConfig(), torch.device("cuda"))
+        super().__init__(kc.CanaryConfig(), torch.device("cuda"), max_rows=MAX_ROWS)
         self._chosen = random.Random(rank)
 
     def observe(self, *, relied_on: int, now: float) -> None:

@@ -133,7 +133,7 @@ def test_an_old_branch_of_the_same_owner_is_called_that(engine: Engine) -> None:
     a.tokens[3] += 1
     state = engine.manager.state
     for progress in (state.tails[0].progress, state._tokens):
-        progress._rows[a.row] = (*progress._rows[a.row][:2], 0)
+        progress._lengths[a.row] = 0
     report = run_and_report(engine)
     assert report.reasons == ("TOKEN",)
     assert "an old branch of the text, or a wrong prefix" in report.cause

@@ -126,7 +126,7 @@ def test_what_goes_wrong_while_it_looks_goes_no_further(
         raise RuntimeError("the request is gone")
 
     if broken == "tokens":
-        request = engine.manager.accounts._steps[-1].requests[a.row]
+        request = engine.manager.accounts._steps[-1].request(a.row)
         object.__setattr__(request, "tokens", fail)
         assert {r.expected_token for r in around(engine).rows} == {None}
     else:

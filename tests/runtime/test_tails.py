@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kv_canary as kc
+from kv_canary.composition import BatchRequests
 from kv_canary.constants import CHAIN_MULTIPLIER, MASK64, OWNER_MASK
 from kv_canary.hashing import mix
 from kv_canary.rows import RowTable
@@ -79,7 +80,7 @@ def test_tails_and_tokens_are_those_of_whoever_has_the_row(seed: int, offsets: t
                 texts[owner].tokens[prefix + 1 :] = [rng.randrange(1 << 20) for _ in range(59 - prefix)]
             held[row] = owner, identity, prefix
             batch.append(at(texts[owner], prefix, row=row, owner=owner, identity=identity))
-        state.advance(batch, backend="reference")
+        state.advance(BatchRequests.of(batch), backend="reference")
         for r in batch:
             own = texts[r.owner].tokens
             for offset in offsets:
@@ -92,12 +93,12 @@ def test_tails_and_tokens_are_those_of_whoever_has_the_row(seed: int, offsets: t
 
 def test_a_row_at_its_prefix_asks_for_nothing() -> None:
     state, text = make_state(), Text(list(range(40)))
-    state.advance([at(text, 10)], backend="reference")
+    state.advance(BatchRequests.of([at(text, 10)]), backend="reference")
     assert text.asked == [(0, 10), (0, 10)]
     text.asked.clear()
-    state.advance([at(text, 10)], backend="reference")
+    state.advance(BatchRequests.of([at(text, 10)]), backend="reference")
     assert text.asked == []
-    state.advance([at(text, 13)], backend="reference")
+    state.advance(BatchRequests.of([at(text, 13)]), backend="reference")
     assert set(text.asked) == {(10, 13)}
 
 
@@ -115,10 +116,10 @@ def test_a_row_at_its_prefix_asks_for_nothing() -> None:
 )
 def test_a_row_that_is_another_s_now_starts_anew(change: dict[str, int], asked: tuple[int, int]) -> None:
     state, text = make_state(keep_tokens=False), Text(list(range(40)))
-    state.advance([at(text, 10)], backend="reference")
+    state.advance(BatchRequests.of([at(text, 10)]), backend="reference")
     text.asked.clear()
     request = at(text, **{"prefix": 10, **change})
-    state.advance([request], backend="reference")
+    state.advance(BatchRequests.of([request]), backend="reference")
     assert text.asked == [asked]
     expected = chain(text.tokens[: request.prefix_len], request.identity)
     assert int(state.tails[0].chains[1]) & MASK64 == expected
@@ -126,21 +127,21 @@ def test_a_row_that_is_another_s_now_starts_anew(change: dict[str, int], asked: 
 
 def test_a_draft_s_tail_is_over_the_tokens_one_later() -> None:
     state, text = make_state(offsets=(0, 1)), Text(list(range(50, 90)))
-    state.advance([at(text, 4)], backend="reference")
+    state.advance(BatchRequests.of([at(text, 4)]), backend="reference")
     assert int(state.tails[0].chains[1]) & MASK64 == chain([50, 51, 52, 53])
     assert int(state.tails[1].chains[1]) & MASK64 == chain([51, 52, 53, 54])
     assert state.token_pool is not None
     assert state.token_pool[1, :5].tolist() == [50, 51, 52, 53, 54]
-    assert state.known_lens([at(text, 4)]) == [5]
+    assert state.known_lens(BatchRequests.of([at(text, 4)])).tolist() == [5]
 
 
 def test_the_token_table_grows_and_keeps_what_it_has() -> None:
     state, text, other = make_state(), Text(list(range(1000))), Text(list(range(5000, 5040)))
     assert state.token_pool is not None
-    state.advance([at(other, 30, row=2, owner=2), at(text, 20)], backend="reference")
+    state.advance(BatchRequests.of([at(other, 30, row=2, owner=2), at(text, 20)]), backend="reference")
     widths = []
     for prefix in (200, 255, 256, 257, 900):
-        state.advance([at(text, prefix)], backend="reference")
+        state.advance(BatchRequests.of([at(text, prefix)]), backend="reference")
         widths.append(state.token_pool.shape[1])
         assert state.token_pool[1, :prefix].tolist() == text.tokens[:prefix]
     assert state.token_pool[2, :30].tolist() == other.tokens[:30]
@@ -153,7 +154,7 @@ def test_a_final_token_table_takes_what_fits() -> None:
     state.finalize_table(300)
     table = state.token_pool
     assert table is not None
-    state.advance([at(text, 900)], backend="reference")
+    state.advance(BatchRequests.of([at(text, 900)]), backend="reference")
     assert state.token_pool is table
     assert table[1, :300].tolist() == text.tokens[:300]
     state.finalize_table(2000)
@@ -213,7 +214,7 @@ def test_the_same_owner_in_the_same_row_under_another_identity_starts_anew() -> 
 
 def test_an_identity_is_64_bits() -> None:
     state, text = make_state(), Text(list(range(10)))
-    state.advance([at(text, 3, identity=(1 << 64) - 1)], backend="reference")
+    state.advance(BatchRequests.of([at(text, 3, identity=(1 << 64) - 1)]), backend="reference")
     assert int(state.tails[0].chains[1]) & MASK64 == chain([0, 1, 2], (1 << 64) - 1)
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kv_canary.composition import ForwardRequest
 from kv_canary.engines.sglang import beams
-from kv_canary.forward import ForwardRequest
 from kv_canary.identity import identity_word
 from kv_canary.rows import OwnerNumbers
 

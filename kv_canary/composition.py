@@ -1,0 +1,224 @@
+"""The requests of a forward in arrays: who they are, which seldom changes, and how long they are, which always does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_canary.constants import OWNER_MASK
+
+Int64s = npt.NDArray[np.int64]
+_MASK = (1 << 64) - 1
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardRequest:
+    """One request of a forward.
+
+    Args:
+        request_id: how reports call it.
+        row: its row in the tables, in [1, max_rows).
+        owner: its serial number, stamped on the records it writes.
+        prefix_len: tokens it has in the cache before this forward, those `pending` included.
+        extend_len: tokens this forward writes for it.
+        tokens: returns the request's OWN tokens [start, end), from its prompt and output, never from the engine's
+            input buffers: they are what the cache is held against.
+        pending: how many of the prefix's last tokens another request of this very forward produces. They are verified
+            behind the model only, where they are first there to be read; never with a captured graph.
+        identity: a 64-bit word of what else its KV depends on (adapter, image, cache salt, weights), from a stable
+            hash; 0 for nothing. The same tokens under another identity are another chain.
+        discarded: says, once the forward is over, whether the engine has thrown this request's result away; what such
+            a row has found is counted and not reported.
+    """
+
+    request_id: str
+    row: int
+    owner: int
+    prefix_len: int
+    extend_len: int
+    tokens: Callable[[int, int], Sequence[int]]
+    pending: int = 0
+    identity: int = 0
+    discarded: Callable[[], bool] | None = None
+
+
+class RequestSource(Protocol):
+    """Answers of an engine about its own request objects, which the canary keeps and never looks into."""
+
+    def name(self, member: Any) -> str:
+        """Return how reports call a request."""
+
+    def tokens(self, member: Any, start: int, end: int) -> Sequence[int]:
+        """Return a request's own tokens [start, end), from its prompt and output."""
+
+    def newest(self, members: Sequence[Any], ends: Int64s) -> Int64s | None:
+        """Return the own token before each of these ends, all in one pass; None: they have to be asked for one by one.
+
+        Called at every decode step: what it costs for each request is what the canary costs for each request.
+        """
+
+    def discarded(self, member: Any, length: int) -> bool:
+        """Whether the engine has thrown away the result of a forward up to which a request had `length` tokens."""
+
+
+class Composition:
+    """Who takes part in a forward, in the order of its flat inputs; the same object for as long as the list is.
+
+    Args:
+        members: the engine's own request objects.
+        rows: int64 [requests], of the canary's tables, each in [1, max_rows).
+        owners: int64 [requests], stamped on what they write.
+        identities: uint64 or int64 [requests] of what else their KV depends on; None: nothing.
+        source: answers for the members.
+    """
+
+    __slots__ = ("identities", "members", "number", "owners", "rows", "source")
+
+    def __init__(
+        self,
+        members: Sequence[Any],
+        *,
+        rows: Int64s,
+        owners: Int64s,
+        source: RequestSource,
+        identities: npt.NDArray[Any] | None = None,
+    ) -> None:
+        self.number = next(_numbers)
+        self.members, self.source = tuple(members), source
+        self.rows, self.owners = rows, owners
+        self.identities = np.zeros(len(rows), np.int64) if identities is None else identities.view(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class BatchRequests(Sequence[ForwardRequest]):
+    """The requests of one forward: who they are, and their lengths; a `ForwardRequest` is made where one is asked for.
+
+    Args:
+        composition: who they are.
+        prefix: int64 [requests] tokens in the cache before the forward, those pending included.
+        extend: int64 [requests] tokens that it writes.
+        pending: int64 [requests]; None: none is. See `ForwardRequest`.
+    """
+
+    __slots__ = ("composition", "extend", "pending", "prefix")
+
+    def __init__(
+        self, composition: Composition, *, prefix: Int64s, extend: Int64s, pending: Int64s | None = None
+    ) -> None:
+        self.composition, self.prefix, self.extend, self.pending = composition, prefix, extend, pending
+
+    @classmethod
+    def of(cls, requests: Sequence[ForwardRequest]) -> BatchRequests:
+        """Return `requests` in arrays."""
+        if isinstance(requests, BatchRequests):
+            return requests
+        columns = _columns(requests)
+        rows, owners, prefix, extend, pending = columns[:5]
+        composition = Composition(requests, rows=rows, owners=owners, identities=columns[5], source=_GIVEN)
+        return cls(composition, prefix=prefix, extend=extend, pending=pending if pending.any() else None)
+
+    @property
+    def rows(self) -> Int64s:
+        """int64 [requests]."""
+        return self.composition.rows
+
+    @property
+    def owners(self) -> Int64s:
+        """int64 [requests]."""
+        return self.composition.owners
+
+    @property
+    def there(self) -> Int64s:
+        """int64 [requests] tokens in the cache before the forward that it does not write itself."""
+        return self.prefix if self.pending is None else self.prefix - self.pending
+
+    def tokens(self, i: int, start: int, end: int) -> Sequence[int]:
+        """Return own tokens [start, end) of the i-th request."""
+        return self.composition.source.tokens(self.composition.members[i], start, end)
+
+    def newest(self, which: Int64s, ends: Int64s) -> Int64s | None:
+        """Return the own token before each of `ends` of the requests number `which`; None: ask for them one by one."""
+        members = self.composition.members
+        if len(which) != len(members):
+            members = tuple(members[i] for i in which.tolist())
+        return self.composition.source.newest(members, ends)
+
+    def find(self, row: int) -> ForwardRequest | None:
+        """Return the request of a row, or None if it has none here."""
+        found = np.flatnonzero(self.rows == row)
+        return self[int(found[0])] if len(found) else None
+
+    def find_owner(self, owner: int) -> ForwardRequest | None:
+        """Return the request whose records are stamped with `owner`, the bits of it that they hold."""
+        found = np.flatnonzero(self.owners & OWNER_MASK == owner)
+        return self[int(found[0])] if len(found) else None
+
+    def __len__(self) -> int:
+        return len(self.composition)
+
+    @overload
+    def __getitem__(self, i: int) -> ForwardRequest: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[ForwardRequest]: ...
+
+    def __getitem__(self, i: int | slice) -> ForwardRequest | Sequence[ForwardRequest]:
+        if isinstance(i, slice):
+            return [self[n] for n in range(*i.indices(len(self)))]
+        member, source = self.composition.members[i], self.composition.source
+        if source is _GIVEN:
+            given: ForwardRequest = member
+            return given
+        prefix, extend = int(self.prefix[i]), int(self.extend[i])
+        return ForwardRequest(
+            request_id=source.name(member),
+            row=int(self.rows[i]),
+            owner=int(self.owners[i]),
+            prefix_len=prefix,
+            extend_len=extend,
+            tokens=lambda start, end: source.tokens(member, start, end),
+            pending=0 if self.pending is None else int(self.pending[i]),
+            identity=int(self.composition.identities[i]) & _MASK,
+            discarded=lambda: source.discarded(member, prefix + extend),
+        )
+
+    def __iter__(self) -> Iterator[ForwardRequest]:
+        return (self[i] for i in range(len(self)))
+
+
+class _Given:
+    """Answers for members that are `ForwardRequest`s themselves."""
+
+    def name(self, member: ForwardRequest) -> str:
+        return member.request_id
+
+    def tokens(self, member: ForwardRequest, start: int, end: int) -> Sequence[int]:
+        return member.tokens(start, end)
+
+    def newest(self, members: Sequence[ForwardRequest], ends: Int64s) -> Int64s | None:
+        return None
+
+    def discarded(self, member: ForwardRequest, length: int) -> bool:
+        return member.discarded is not None and member.discarded()
+
+
+_GIVEN = _Given()
+
+
+def _columns(requests: Iterable[ForwardRequest]) -> npt.NDArray[np.int64]:
+    """Return int64 [6, requests]: rows, owners, prefixes, extends, pending, identities."""
+    words = [(r.row, r.owner, r.prefix_len, r.extend_len, r.pending, _signed(r.identity)) for r in requests]
+    return np.array(words, dtype=np.int64).reshape(-1, 6).T.copy()
+
+
+def _signed(word: int) -> int:
+    word &= _MASK
+    return word - (1 << 64) if word >> 63 else word
