@@ -263,25 +263,28 @@ def anchor_of(identity: int) -> int:
 
 def _segments(
     requests: BatchRequests, which: Int64s, starts: Int64s, *, offset: int = 0, more: int = 0
-) -> tuple[Numbers, ...]:
+) -> tuple[Int64s, ...]:
     """Return flat tokens, offsets, rows and starts of what is missing up to each prefix, and `more` tokens of it."""
     rows, firsts, lasts = requests.rows[which], starts + offset, requests.prefix[which] + offset + more
+    counts = lasts - firsts
     offsets = np.zeros(len(which) + 1, np.int64)
-    np.cumsum(lasts - firsts, out=offsets[1:])
-    flat: Numbers | None = None
-    if (lasts - firsts == 1).all():
-        # As in most steps of decoding.
-        flat = requests.newest(which, lasts)
-    if flat is None:
-        flat = []
-        for i, first, last in zip(which.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
-            tokens = requests.tokens(i, first, last)
-            if len(tokens) != last - first:
-                raise ValueError(
-                    f"kv-canary: request {requests[i].request_id}: tokens({first}, {last}) must be "
-                    f"{last - first} tokens, got {len(tokens)}"
-                )
-            flat.extend(tokens)
+    np.cumsum(counts, out=offsets[1:])
+    flat = np.empty(offsets[-1], np.int64)
+    # In most steps all requests have grown by one token, which the engine can give of all of them in one pass.
+    single = counts == 1
+    newest = requests.newest(which[single], lasts[single]) if single.any() else None
+    if newest is not None:
+        flat[offsets[:-1][single]] = newest
+    rest = np.flatnonzero(counts != 1 if newest is not None else counts >= 0)
+    for n, i in zip(rest.tolist(), which[rest].tolist(), strict=True):
+        first, last = int(firsts[n]), int(lasts[n])
+        tokens = requests.tokens(i, first, last)
+        if len(tokens) != last - first:
+            raise ValueError(
+                f"kv-canary: request {requests[i].request_id}: tokens({first}, {last}) must be "
+                f"{last - first} tokens, got {len(tokens)}"
+            )
+        flat[offsets[n] : offsets[n + 1]] = tokens
     return flat, offsets, rows, starts
 
 
