@@ -91,12 +91,15 @@ def tiny_model(
     return model.to(device=device, dtype=dtype)
 
 
-def save_tiny_model(folder: Path | str, kind: str = "llama", *, spread: float = 0.3, **overrides: Any) -> str:
+def save_tiny_model(
+    folder: Path | str, kind: str = "llama", *, seed: int = 0, spread: float = 0.3, **overrides: Any
+) -> str:
     """Save a tiny model of random weights in `folder`, unless one is there, and return the folder.
 
     Args:
         folder: made if need be.
         kind: of `tiny_config`.
+        seed: of its weights.
         spread: of weights; by default large enough that outputs do not fall into loops.
         overrides: fields of the configuration that differ.
     """
@@ -104,7 +107,7 @@ def save_tiny_model(folder: Path | str, kind: str = "llama", *, spread: float = 
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         fields = {"head_dim": 16, "max_position_embeddings": 4096, "initializer_range": spread, **overrides}
         AutoModelForCausalLM.from_config(tiny_config(kind, **fields)).float().save_pretrained(folder)
     return str(folder)

@@ -15,7 +15,7 @@ pytest.importorskip("sglang")
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from kv_canary import ops
-from kv_canary.engines.sglang import batches, lifetime, radix, session
+from kv_canary.engines.sglang import batches, compose, identities, lifetime, radix, session
 from kv_canary.forward import SingleForwardManager
 from kv_canary.reports import CanaryViolationError
 
@@ -76,7 +76,7 @@ def plant(scheduler: Any, reqs: list[Any]) -> None:
 
 @contextlib.contextmanager
 def disguised(batch: Any, **attributes: Any) -> Iterator[None]:
-    before = {name: getattr(batch, name) for name in attributes}
+    before = {name: getattr(batch, name, None) for name in attributes}
     for name, value in attributes.items():
         setattr(batch, name, value)
     try:
@@ -95,7 +95,11 @@ class Bare:
 
 def one_other(batch: Any, change: Callable[[batches.Noted], batches.Noted]) -> dict[str, Any]:
     noted = batches.noted(batch)
-    return {batches._NOTED: (change(noted[0]), *noted[1:])}
+    return noted_as(change(noted[0]), *noted[1:])
+
+
+def noted_as(*noted: batches.Noted) -> dict[str, Any]:
+    return {batches._NOTED: noted, batches._COMPOSED: None}
 
 
 def has_nothing(batch: Any) -> dict[str, Any]:
@@ -119,8 +123,8 @@ def has_no_tokens(batch: Any) -> dict[str, Any]:
 FORWARDS = {
     "mode": (lambda batch: {"forward_mode": ForwardMode.SPLIT_PREFILL}, "SPLIT_PREFILL"),
     "lengths": (lambda batch: {"seq_lens_cpu": None, "extend_prefix_lens_cpu": None}, "not on the host"),
-    "rows": (lambda batch: {batches._NOTED: batches.noted(batch)[1:]}, "more or fewer rows"),
-    "nobody": (lambda batch: {batches._NOTED: ()}, "more or fewer rows"),
+    "rows": (lambda batch: noted_as(*batches.noted(batch)[1:]), "more or fewer rows"),
+    "nobody": (lambda batch: noted_as(), "more or fewer rows"),
     "nowhere": (
         lambda batch: {"forward_mode": ForwardMode.DLLM_EXTEND, "out_cache_loc": None},
         "DLLM_EXTEND",
@@ -206,6 +210,7 @@ def test_others_are_verified_in_a_forward_that_leaves_one_out(llama, monkeypatch
     slot = int(scheduler.req_to_token_pool.req_to_token[victim.kv.req_pool_idx, 9])
     scheduler.tp_worker.model_runner.token_to_kv_pool.k_buffer[0][slot] += 1
     real, noted = session.Session.forward, batches.noted
+    monkeypatch.setattr(compose, "requests_of", lambda *_, **__: None)
     monkeypatch.setattr(batches, "noted", lambda batch: tuple(without(w, first) for w in noted(batch)))
     step = session.current().manager.step
     engine.step(scheduler)
@@ -236,8 +241,10 @@ def fail_at_random(monkeypatch: pytest.MonkeyPatch, rng: random.Random, share: f
     places = [(ops, name) for name in OPS if hasattr(ops, name)]
     places += [
         (batches, "note"),
-        (batches, "identity_of"),
+        (identities.Identities, "of"),
         (batches.Describer, "describe"),
+        (compose.Composer, "compose"),
+        (compose, "requests_of"),
         (lifetime.Lifetime, "take"),
         (lifetime.Lifetime, "_note"),
         (lifetime.Lifetime, "_keep"),
@@ -287,7 +294,7 @@ def test_failures_at_random_change_no_output_and_give_no_alarm(llama, monkeypatc
         scheduler.get_internal_state(None)
     monkeypatch.undo()
     assert len(failed) > 8
-    assert {"write", "describe", "note", "status"} <= set(failed)
+    assert {"write", "compose", "requests_of", "status"} <= set(failed)
     found = state()
     assert (found["off"], found["violations"]) == ("", 0)
     assert found["skipped"] > 5

@@ -11,7 +11,7 @@ pytest.importorskip("sglang")
 
 from kv_canary import output
 from kv_canary.constants import OWNER_MASK
-from kv_canary.engines.sglang import batches, session, support
+from kv_canary.engines.sglang import batches, identities, session, support
 from kv_canary.reports import CanaryViolationError
 
 from . import engine
@@ -80,15 +80,15 @@ def test_findings_are_told_when_the_scheduler_is_idle(llama, caplog):
 
 def test_after_a_fault_of_its_own_the_engine_goes_on_and_so_does_the_canary_in_log_mode(llama, monkeypatch, caplog):
     scheduler = build(llama, "log")
-    monkeypatch.setattr(batches, "identity_of", lambda req: 1 // 0)
+    monkeypatch.setattr(identities, "identity_word", lambda *parts: 1 // 0)
     req = engine.submit(scheduler, tokens(70), 5)
     engine.run_all(scheduler)
     assert engine.is_greedy(llama, req.origin_input_ids, req.output_ids)
     state = session.current().status()
     assert (state["off"], state["violations"], state["skipped"]) == ("", 0, 6)
-    assert state["failures"] == {"describing a forward: ZeroDivisionError": 6}
+    assert state["failures"] == {"noting the requests of a batch: ZeroDivisionError": 6}
     output.drain()
-    assert caplog.text.count("describing a forward failed (ZeroDivisionError)") == 1
+    assert caplog.text.count("noting the requests of a batch failed (ZeroDivisionError)") == 1
     monkeypatch.undo()
     # What was written unseen is taken in from the request's own tokens, and is then verified as everything else.
     again = engine.submit(scheduler, tokens(70), 5)
@@ -102,7 +102,7 @@ def test_after_a_fault_of_its_own_the_engine_goes_on_and_so_does_the_canary_in_l
 
 def test_a_fault_of_its_own_is_raised_in_raise_mode(llama, monkeypatch):
     scheduler = build(llama, "raise")
-    monkeypatch.setattr(batches, "identity_of", lambda req: 1 // 0)
+    monkeypatch.setattr(identities, "identity_word", lambda *parts: 1 // 0)
     engine.submit(scheduler, tokens(70), 5)
     with pytest.raises(ZeroDivisionError):
         engine.run_all(scheduler)
@@ -131,41 +131,6 @@ def test_an_allocator_that_cannot_be_followed_is_left_as_it_was(llama, monkeypat
     with engine.overriding(KV_CANARY_MODE="log"), pytest.raises(ValueError, match="load_cpu_copy"):
         session.install(scheduler)
     assert vars(allocator).keys() == before.keys()
-
-
-def test_identities_come_from_the_cache_key(llama):
-    scheduler = build(llama, "raise", {"KV_CANARY_SWEEP_EVERY": "1"})
-    prompt = tokens(50)
-    reqs = []
-    for key in (None, "adapter a", None, "adapter b", "adapter a"):
-        req = engine.submit(scheduler, prompt, 4)
-        req.extra_key = key
-        reqs.append(req)
-        engine.run_all(scheduler)
-    assert [req.cached_tokens > 0 for req in reqs] == [False, False, True, False, True]
-    words = [batches.identity_of(req) for req in reqs]
-    assert words[0] == words[2] == 0
-    assert words[1] == words[4] != words[3] != 0
-    summary = session.current().manager.summary()
-    assert (summary.violations, summary.positions_verified) == (0, summary.positions_relied_on)
-
-
-def test_one_tenants_prefix_given_to_another_is_found(llama):
-    scheduler = build(llama, "log")
-    prompt = tokens(50)
-    first = engine.submit(scheduler, prompt, 4)
-    first.cache_salt = "tenant 1"
-    engine.run_all(scheduler)
-    # The cache forgets whose it is: the same tokens under another salt.
-    second = engine.submit(scheduler, prompt, 4)
-    second.cache_salt = "tenant 1"
-    engine.step(scheduler)
-    assert second.cached_tokens > 0
-    second.cache_salt = "tenant 2"
-    engine.step(scheduler)
-    second.cache_salt = "tenant 1"
-    engine.run_all(scheduler)
-    assert {r for report in session.current().manager.reports for r in report.reasons} & {"CHAIN", "PREFIX"}
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kv_canary.composition import ForwardRequest
+from kv_canary.composition import Composition, ForwardRequest
 from kv_canary.engines.sglang import beams
-from kv_canary.identity import identity_word
+from kv_canary.engines.sglang.identities import Identities
 from kv_canary.rows import OwnerNumbers
 
 # What a request must have to be described.
 _NEEDED = ("rid", "origin_input_ids", "output_ids", "finished")
 # Under this name a forward batch carries what `note` has seen.
 _NOTED = "kv_canary_requests"
+_COMPOSED = "kv_canary_composition"
 
 
 class UnknownKindError(ValueError):
@@ -92,8 +93,22 @@ def note(forward_batch: Any, schedule_batch: Any) -> None:
     setattr(forward_batch, _NOTED, tuple(who))
 
 
+def note_composed(forward_batch: Any, composition: Composition) -> None:
+    """Remember with a forward batch its requests as a composition, instead of `note`."""
+    setattr(forward_batch, _COMPOSED, composition)
+
+
+def composed(forward_batch: Any) -> Composition | None:
+    """Return the requests of a forward batch where they have been composed."""
+    return getattr(forward_batch, _COMPOSED, None)
+
+
 def noted(forward_batch: Any) -> tuple[Noted, ...]:
     """Return the requests of a forward batch, in its order; none where nobody has noted them."""
+    composition = composed(forward_batch)
+    if composition is not None:
+        rows = composition.rows.tolist()
+        return tuple(Noted(req=req, row=row) for req, row in zip(composition.members, rows, strict=True))
     found: tuple[Noted, ...] = getattr(forward_batch, _NOTED, ())
     return found
 
@@ -123,6 +138,7 @@ class Describer:
 
     Args:
         owners: the requests' serial numbers.
+        identities: what their KV depends on.
         tokens_of: gives a request's own tokens [start, end) as a function.
         known: gives how many of its own tokens a request has by now.
         lookahead: tokens past its prefix that have to be known of a request.
@@ -134,12 +150,13 @@ class Describer:
         self,
         *,
         owners: Owners,
+        identities: Identities,
         tokens_of: Callable[[Any], Callable[[int, int], list[int]]],
         known: Callable[[Any], int],
         lookahead: int,
         overlap: bool,
     ) -> None:
-        self._owners, self._tokens_of, self._known = owners, tokens_of, known
+        self._owners, self._identities, self._tokens_of, self._known = owners, identities, tokens_of, known
         self._lookahead, self._overlap = lookahead, overlap
         self._beams = beams.Beams()
 
@@ -214,7 +231,7 @@ class Describer:
             prefix_len=prefix,
             extend_len=extend,
             tokens=self._tokens_of(req),
-            identity=identity_of(req),
+            identity=self._identities.of(req),
             discarded=_discarded(req, length) if self._overlap else None,
         )
 
@@ -247,7 +264,7 @@ class Describer:
             prefix_len=prefix,
             extend_len=extend,
             tokens=_concatenated(prompt, text),
-            identity=identity_of(req),
+            identity=self._identities.of(req),
             discarded=beams.discarded(beam.group, len(text)) if self._overlap else None,
         )
         return described, more
@@ -265,16 +282,6 @@ def own_tokens(req: Any) -> Callable[[int, int], list[int]]:
 def known_tokens(req: Any) -> int:
     """Return how many tokens `own_tokens` has of a request by now."""
     return len(req.origin_input_ids) + len(req.output_ids)
-
-
-def identity_of(req: Any) -> int:
-    """Return the word of what a request's KV depends on besides its tokens: what its cache key holds besides them.
-
-    That is the extra key, which names the LoRA adapter too, and the cache salt. Images stand in the tokens themselves,
-    by hashes of their content.
-    """
-    parts = [(name, getattr(req, name, None)) for name in ("extra_key", "cache_salt")]
-    return identity_word(*(text for name, value in parts if value for text in (name, str(value))))
 
 
 def _concatenated(prompt: Sequence[int], output: Sequence[int]) -> Callable[[int, int], list[int]]:
@@ -307,10 +314,10 @@ def _expect_known(w: Noted) -> int:
     return w.row
 
 
+def was_discarded(req: Any, length: int) -> bool:
+    """Whether a forward's result was thrown away: the request finished without the token behind `length` ones."""
+    return bool(req.finished()) and known_tokens(req) <= length
+
+
 def _discarded(req: Any, length: int) -> Callable[[], bool]:
-    """Say whether a forward's result was thrown away: the request finished without the token that it sampled."""
-
-    def discarded() -> bool:
-        return bool(req.finished()) and len(req.origin_input_ids) + len(req.output_ids) <= length
-
-    return discarded
+    return lambda: was_discarded(req, length)

@@ -35,6 +35,11 @@ class Beam:
     place: int
 
 
+def has_rows(schedule_batch: Any) -> bool:
+    """Whether there are rows of beams in a batch."""
+    return getattr(schedule_batch, "beam_tail", None) is not None
+
+
 def rows(schedule_batch: Any) -> Iterator[tuple[int, Beam, int]]:
     """Return (number of the request in the batch, beam, row) of all rows of its beams, as they stand in the batch.
 

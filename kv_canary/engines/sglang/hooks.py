@@ -1,4 +1,4 @@
-"""The five methods of SGLang's that call the canary, hooked through its own registry."""
+"""The methods of SGLang's that call the canary, hooked through its own registry."""
 
 from __future__ import annotations
 
@@ -43,6 +43,12 @@ HOOKS = (
     Hook(target="sglang.srt.managers.scheduler.Scheduler.on_idle", kind="before", name="idle"),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_internal_state", kind="after", name="add_to_internal_state"
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        ".flush_cache_after_weight_update",
+        kind="before",
+        name="weights_changed",
     ),
 )
 

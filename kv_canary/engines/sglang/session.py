@@ -19,7 +19,19 @@ import torch
 from kv_canary.capacities import CanaryLimits
 from kv_canary.config import CanaryConfig
 from kv_canary.engines.patches import Patches
-from kv_canary.engines.sglang import batches, hooks, lifetime, pools, radix, speculative, support, transfer
+from kv_canary.engines.sglang import (
+    batches,
+    beams,
+    compose,
+    hooks,
+    lifetime,
+    pools,
+    radix,
+    speculative,
+    support,
+    transfer,
+)
+from kv_canary.engines.sglang.identities import Identities
 from kv_canary.forward import ForwardBatch, SingleForwardManager
 from kv_canary.host import send
 from kv_canary.manager import CanaryManager
@@ -77,6 +89,12 @@ def add_to_internal_state(result: Any, *_: Any, **__: Any) -> None:
         _current.show(result.internal_state)
 
 
+def weights_changed(_updater: Any, request: Any, *_: Any, **__: Any) -> None:
+    """Called before `SchedulerWeightUpdaterManager.flush_cache_after_weight_update`: the weights are others now."""
+    if _current is not None:
+        _current.weights_changed(request)
+
+
 # What hooks call, by the name that each has there.
 HOOKED: Mapping[str, Callable[..., Any]] = {
     "install": install,
@@ -84,6 +102,7 @@ HOOKED: Mapping[str, Callable[..., Any]] = {
     "forward": forward,
     "idle": idle,
     "add_to_internal_state": add_to_internal_state,
+    "weights_changed": weights_changed,
 }
 
 
@@ -114,6 +133,7 @@ class Session:
         # Requests that were left out of forwards, by what is not known of them.
         self.left_out: Counter[str] = Counter()
         self.owners = batches.Owners()
+        self._identities = Identities(counts_weights=not transfer.needs_both_records(scheduler.server_args))
         self._patches = Patches()
         self._anchored = False
         # Whether something was launched since the last look at what was found.
@@ -181,6 +201,7 @@ class Session:
                 [(runner.token_to_kv_pool, mine) for runner, mine in self._groups.items()],
                 patches=self._patches,
                 owner_of=self.owners.owner,
+                identity_of=self._identities.of,
                 retire_freed=self._retire_freed,
                 following=self._following,
             )
@@ -188,11 +209,14 @@ class Session:
             self._patches.undo_all()
             self.manager.close()
             raise
+        self._lookahead = max(g.token_offset for g in groups)
+        self._composer = compose.Composer(self.owners, self._identities)
         self._describer = batches.Describer(
             owners=self.owners,
+            identities=self._identities,
             tokens_of=batches.own_tokens if self._speculation is None else self._speculation.tokens,
             known=batches.known_tokens if self._speculation is None else self._speculation.known,
-            lookahead=max(g.token_offset for g in groups),
+            lookahead=self._lookahead,
             overlap=bool(scheduler.enable_overlap),
         )
         logger.info(
@@ -207,7 +231,13 @@ class Session:
     def note(self, forward_batch: Any, schedule_batch: Any) -> None:
         """Keep with a forward batch who the forward is of."""
         with self._contain("noting the requests of a batch"):
-            batches.note(forward_batch, schedule_batch)
+            composition = None
+            if self._speculation is None and not beams.has_rows(schedule_batch):
+                composition = self._composer.compose(schedule_batch)
+            if composition is None:
+                batches.note(forward_batch, schedule_batch)
+            else:
+                batches.note_composed(forward_batch, composition)
 
     def forward(self, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Verify what a forward is about to read, run it, and record what it has written.
@@ -230,6 +260,12 @@ class Session:
         if self._pending and not self.off:
             self._pending = False
             self.manager.flush()
+
+    def weights_changed(self, request: Any) -> None:
+        """Take in an update of the weights; who asks for none of the cache to be flushed goes on with it on purpose."""
+        with self._contain("following an update of the weights"):
+            if request.flush_cache:
+                self._identities.weights_changed()
 
     def show(self, internal_state: dict[str, Any]) -> None:
         """Put the status into what SGLang shows of a scheduler."""
@@ -351,6 +387,18 @@ class Session:
 
     def _batch(self, runner: Any, forward_batch: Any) -> ForwardBatch:
         speculation = self._speculation
+        arrays = compose.requests_of(forward_batch, lookahead=self._lookahead)
+        if arrays is not None:
+            self._anchored |= bool(arrays.composition.identities.any())
+            tokens = int(arrays.extend.sum())
+            slots = forward_batch.out_cache_loc[:tokens]
+            return ForwardBatch(
+                requests=arrays,
+                input_ids=forward_batch.input_ids[:tokens],
+                positions=forward_batch.positions[:tokens],
+                out_slots=self._out_slots(runner, slots),
+                tables={g.name: runner.req_to_token_pool.req_to_token for g in self._groups[runner]},
+            )
         described = self._describer.describe(
             batches.noted(forward_batch),
             batches.lengths(forward_batch) if speculation is None else speculation.describe(forward_batch),

@@ -16,6 +16,7 @@ import torch
 from kv_canary.constants import RETIRED_BIT, WRITER_WORD
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.sglang import batches, transfer_lists
+from kv_canary.engines.sglang.identities import depends_on_nothing
 from kv_canary.engines.sglang.transfer_lists import Attached, Lists
 from kv_canary.host import send
 from kv_canary.manager import CanaryManager
@@ -40,6 +41,7 @@ def watch(
     *,
     patches: Patches,
     owner_of: Callable[[Any], int],
+    identity_of: Callable[[Any], int],
     retire_freed: Callable[[], None],
     following: Callable[[str], AbstractContextManager[Any]],
 ) -> None:
@@ -53,6 +55,7 @@ def watch(
         attached: the target model's pool with its groups, then a draft model's, if there is one.
         patches: what is wrapped.
         owner_of: gives a request its serial number.
+        identity_of: gives the word of what its KV depends on.
         retire_freed: retires the slots that were freed up to now, on the stream of the caller, which is behind every
             forward that was prepared.
         following: see `Lifetime`.
@@ -71,7 +74,13 @@ def watch(
         )
     if scheduler.server_args.disaggregation_mode == "decode":
         arrivals = Arrivals(
-            scheduler, manager, lists=lists, owner_of=owner_of, retire_freed=retire_freed, following=following
+            scheduler,
+            manager,
+            lists=lists,
+            owner_of=owner_of,
+            identity_of=identity_of,
+            retire_freed=retire_freed,
+            following=following,
         )
         arrivals.watch(patches)
 
@@ -81,7 +90,7 @@ class Arrivals:
 
     Args:
         lists: what crosses; None: no records do.
-        scheduler, manager, owner_of, retire_freed, following: see `watch`.
+        scheduler, manager, owner_of, identity_of, retire_freed, following: see `watch`.
     """
 
     def __init__(
@@ -91,11 +100,13 @@ class Arrivals:
         *,
         lists: Lists | None,
         owner_of: Callable[[Any], int],
+        identity_of: Callable[[Any], int],
         retire_freed: Callable[[], None],
         following: Callable[[str], AbstractContextManager[Any]],
     ) -> None:
         self._scheduler, self._manager, self._lists = scheduler, manager, lists
-        self._owner_of, self._retire_freed, self._following = owner_of, retire_freed, following
+        self._owner_of, self._identity_of = owner_of, identity_of
+        self._retire_freed, self._following = retire_freed, following
         # Of requests whose KV is there and that have not run: whether their records came with it.
         self._arrived: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
@@ -137,7 +148,8 @@ class Arrivals:
                 if came is None and group.token_offset == 0 and self._brings_back_records():
                     continue
                 mine = slots if group.lut is None else group.lut[slots]
-                if came and self._lists is not None and group.name in self._lists.groups and same_identity(req):
+                # Adapters have other names on each server, and images other stand-ins.
+                if came and self._lists is not None and group.name in self._lists.groups and depends_on_nothing(req):
                     self._land(req, group, mine, start=start, end=end)
                 else:
                     self._take(req, group, mine, start=start, end=end)
@@ -168,7 +180,7 @@ class Arrivals:
             slots=torch.cat([slots.new_zeros(start), slots]),
             tokens=batches.own_tokens(req)(group.token_offset, end + group.token_offset),
             owner=self._owner_of(req),
-            identity=batches.identity_of(req),
+            identity=self._identity_of(req),
         )
         self._manager.accounts.uncovered += end - start
 
@@ -177,14 +189,6 @@ class Arrivals:
         from sglang.srt.runtime_context import get_disagg
 
         return bool(get_disagg().disaggregation_decode_retraction_backup == "cpu_tensor")
-
-
-def same_identity(req: Any) -> bool:
-    """Return whether a request's chain starts from the same word on both sides.
-
-    Adapters have other names on each server, and images other stand-ins; such a request's records are made anew.
-    """
-    return batches.identity_of(req) == 0 and getattr(req, "multimodal_inputs", None) is None
 
 
 def write_anew(

@@ -1,0 +1,154 @@
+"""The requests of SGLang's batches as compositions: a request costs Python when it joins a list, not at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, getitem
+from typing import Any
+
+import numpy as np
+
+from kv_canary.composition import BatchRequests, Composition, Int64s
+from kv_canary.engines.sglang import batches
+from kv_canary.engines.sglang.identities import Identities
+
+_PROMPT, _OUTPUT = attrgetter("origin_input_ids"), attrgetter("output_ids")
+
+
+class Requests:
+    """What the canary asks of SGLang's requests."""
+
+    def name(self, member: Any) -> str:
+        """Return SGLang's `rid`."""
+        name: str = member.rid
+        return name
+
+    def tokens(self, member: Any, start: int, end: int) -> Sequence[int]:
+        """Return own tokens [start, end) of a request: its prompt, then what it has generated."""
+        return batches.own_tokens(member)(start, end)
+
+    def newest(self, members: Sequence[Any], ends: Int64s) -> Int64s | None:
+        """Return the own token before each end; None where the host has not got one of them yet."""
+        at = ends - 1 - np.fromiter(map(len, map(_PROMPT, members)), np.int64, len(members))
+        try:
+            if (at < 0).any():
+                return np.fromiter(map(_token, members, at.tolist()), np.int64, len(members))
+            return np.fromiter(map(getitem, map(_OUTPUT, members), at.tolist()), np.int64, len(members))
+        except IndexError:
+            return None
+
+    def discarded(self, member: Any, length: int) -> bool:
+        """Whether a request finished without the token that was sampled behind its first `length` ones."""
+        return batches.was_discarded(member, length)
+
+
+def _token(req: Any, at: int) -> int:
+    """Return a request's generated token number `at`; below 0 those of its prompt, from behind."""
+    token: int = _OUTPUT(req)[at] if at >= 0 else _PROMPT(req)[at]
+    return token
+
+
+class Composer:
+    """Makes each batch's composition from that of the batch before.
+
+    Args:
+        owners: the requests' serial numbers.
+        identities: what their KV depends on.
+    """
+
+    def __init__(self, owners: batches.Owners, identities: Identities) -> None:
+        self._owners, self._identities, self._source = owners, identities, Requests()
+        # Batches that decode come again and again, with those that prefill between them.
+        self._decoding, self._others = _List(), _List()
+
+    def compose(self, schedule_batch: Any) -> Composition | None:
+        """Return the composition of a batch; None where one of its requests has no row that the adapter knows."""
+        reqs, mirror = schedule_batch.reqs, schedule_batch.req_pool_indices_cpu
+        decodes = schedule_batch.forward_mode.is_decode()
+        mine, other = (self._decoding, self._others) if decodes else (self._others, self._decoding)
+        if mine.composition is not None and reqs == mine.reqs and _is(mine.composition.rows, mirror):
+            return mine.composition
+        rows, owners, identities = (np.zeros(len(reqs), np.int64) for _ in range(3))
+        is_new = np.ones(len(reqs), np.bool_)
+        for known in (other, mine):
+            if known.composition is not None:
+                place = np.fromiter(map(known.index.get, reqs, repeat(-1)), np.int64, len(reqs))
+                old = place >= 0
+                is_new &= ~old
+                for values, column in (
+                    (rows, known.composition.rows),
+                    (owners, known.composition.owners),
+                    (identities, known.composition.identities),
+                ):
+                    values[old] = column[place[old]]
+        # A request that was put off has another row when it comes again.
+        moved = np.ones_like(is_new) if not _is(rows, mirror) else is_new
+        for i in np.flatnonzero(moved).tolist():
+            row = batches.row_of(reqs[i])
+            if row is None:
+                return None
+            rows[i] = row
+        for i in np.flatnonzero(is_new).tolist():
+            owners[i] = self._owners.owner(reqs[i])
+            identities[i] = np.uint64(self._identities.of(reqs[i])).astype(np.int64)
+        composition = Composition(reqs, rows=rows, owners=owners, identities=identities, source=self._source)
+        mine.take(reqs, composition)
+        return composition
+
+    def forget(self) -> None:
+        """Compose the next batch from nothing."""
+        self._decoding, self._others = _List(), _List()
+
+
+class _List:
+    """A list of requests and its composition."""
+
+    def __init__(self) -> None:
+        self.reqs: list[Any] = []
+        self.index: dict[Any, int] = {}
+        self.composition: Composition | None = None
+
+    def take(self, reqs: Sequence[Any], composition: Composition) -> None:
+        self.reqs, self.composition = list(reqs), composition
+        self.index = dict(zip(reqs, range(len(reqs)), strict=True))
+
+
+def _is(rows: Int64s, mirror: Any) -> bool:
+    """Whether these are the rows that the scheduler keeps of the batch on the host."""
+    return mirror is not None and np.array_equal(rows, mirror.numpy())
+
+
+def requests_of(forward_batch: Any, *, lookahead: int) -> BatchRequests | None:
+    """Return the requests of a forward that has been composed; None: they have to be described one by one.
+
+    Args:
+        forward_batch: without beams and speculation.
+        lookahead: tokens past its prefix that have to be known of a request.
+
+    Raises:
+        UnknownKindError: as `batches.lengths`.
+    """
+    composition = batches.composed(forward_batch)
+    if composition is None:
+        return None
+    newest = None
+    if forward_batch.forward_mode.is_decode() and forward_batch.seq_lens_cpu is not None:
+        # The new token is counted already.
+        prefix = forward_batch.seq_lens_cpu.numpy().astype(np.int64) - 1
+        extend = np.ones_like(prefix)
+    else:
+        prefix, extend = np.array(batches.lengths(forward_batch), np.int64).reshape(-1, 2).T.copy()
+    if len(prefix) != len(composition):
+        return None
+    try:
+        if lookahead or not (prefix > 0).all():
+            known = np.fromiter(map(batches.known_tokens, composition.members), np.int64, len(composition))
+            has_all = not ((prefix > 0) & (known < prefix + lookahead)).any()
+        else:
+            newest = composition.source.newest(composition.members, prefix)
+            has_all = newest is not None
+    except (AttributeError, TypeError):
+        # Of another kind than the adapter knows: whose, is found one by one.
+        return None
+    return BatchRequests(composition, prefix=prefix, extend=extend, newest=newest) if has_all else None
