@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kv_canary import ops
     from kv_canary.backends import register, use_backend
     from kv_canary.capacities import CanaryLaunchCapacities, CanaryLimits
-    from kv_canary.composition import ForwardRequest
+    from kv_canary.composition import BatchRequests, Composition, ForwardRequest, RequestSource
     from kv_canary.config import CanaryConfig
     from kv_canary.constants import (
         ANCHOR,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kv_canary.pools import BufferGroup, KvPool
     from kv_canary.ranks import RankGroup, RankReport, RankViolationError
     from kv_canary.reports import CanaryViolationError, Incident, ViolationReport
+    from kv_canary.rows import RowTable
     from kv_canary.specs.structures import Endpoint, KvSource, ResolvedSlots, VerifyPlan, ViolationLog, WritePlan
     from kv_canary.summary import CanarySummary
     from kv_canary.sweep import CachedSlots
@@ -45,6 +46,7 @@ __all__ = [
     "CHAIN_MULTIPLIER",
     "HEAD_OF_CHAIN",
     "UNCHECKED",
+    "BatchRequests",
     "BufferGroup",
     "CachedSlots",
     "CanaryConfig",
@@ -53,6 +55,7 @@ __all__ = [
     "CanaryManager",
     "CanarySummary",
     "CanaryViolationError",
+    "Composition",
     "Endpoint",
     "ForwardBatch",
     "ForwardRequest",
@@ -66,7 +69,9 @@ __all__ = [
     "RankReport",
     "RankViolationError",
     "Reason",
+    "RequestSource",
     "ResolvedSlots",
+    "RowTable",
     "SingleForwardManager",
     "Status",
     "Tag",
@@ -107,7 +112,12 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "Installation",
         "install",
     ),
-    "kv_canary.composition": ("ForwardRequest",),
+    "kv_canary.composition": (
+        "BatchRequests",
+        "Composition",
+        "ForwardRequest",
+        "RequestSource",
+    ),
     "kv_canary.forward": ("ForwardBatch", "SingleForwardManager"),
     "kv_canary.identity": ("identity_word",),
     "kv_canary.manager": ("CanaryManager",),
@@ -127,6 +137,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "Incident",
         "ViolationReport",
     ),
+    "kv_canary.rows": ("RowTable",),
     "kv_canary.specs.structures": (
         "Endpoint",
         "KvSource",

@@ -75,3 +75,49 @@ def test_every_link_between_pages_leads_somewhere() -> None:
 def test_the_index_names_every_page() -> None:
     index = (ROOT / "docs/README.md").read_text()
     assert [p.name for p in sorted((ROOT / "docs").glob("*.md")) if f"({p.name})" not in index] == ["README.md"]
+
+
+def test_many_requests_are_served_by_one_composition() -> None:
+    [block] = [b for b in re.findall(r"```python\n(.*?)```", OWN_ENGINE.read_text(), re.S) if "Composition" in b]
+    names = run_own_pool()
+    exec(block, names)
+    canary, table, text = names["canary"], names["table"], names["text"]
+
+    class Member:
+        def __init__(self, name: str, number: int, tokens: list[int]) -> None:
+            self.name, self.row, self.number, self.tokens = name, number, number, tokens
+
+    import numpy as np
+    import torch
+
+    members = [Member("a", 1, text), Member("b", 2, text[::-1])]
+    composition = names["compose"](members)
+    lengths = np.array([22, 0])
+    for step in range(4):
+        slots = torch.tensor([100 + 2 * step, 101 + 2 * step])
+        table[1, lengths[0]], table[2, lengths[1]] = slots.tolist()
+        ids = [member.tokens[at] for member, at in zip(members, lengths.tolist(), strict=True)]
+        batch = kc.ForwardBatch(
+            requests=names["requests"](composition, lengths),
+            input_ids=torch.tensor(ids),
+            positions=torch.from_numpy(lengths.copy()),
+            out_slots={"full": slots},
+            tables={"full": table},
+        )
+        with canary.forward().around(batch):
+            names["k"][:, slots], names["v"][:, slots] = torch.randn(2, 4, 2, 64)
+        lengths = lengths + 1
+    canary.flush()
+    assert canary.summary().positions_verified == 20 + 21 + sum((22 + step) + step for step in range(4))
+    names["k"][:, 101, :] += 1
+    batch = kc.ForwardBatch(
+        requests=names["requests"](composition, lengths),
+        input_ids=torch.tensor([text[26], text[::-1][4]]),
+        positions=torch.tensor([26, 4]),
+        out_slots={"full": torch.tensor([120, 121])},
+        tables={"full": table},
+    )
+    with canary.forward().around(batch):
+        pass
+    with pytest.raises(kc.CanaryViolationError, match="request b reads position 0 in slot 101"):
+        canary.flush()

@@ -37,7 +37,8 @@ def test_the_servers_internal_state_shows_it(llama):
     # Two chunks and four decodes: 64, then 70, 71, 72 and 73.
     assert state["positions_verified"] == state["positions_relied_on"] == 64 + 70 + 71 + 72 + 73
     assert state["hooks"]["sglang.srt.model_executor.model_runner.ModelRunner.forward"] >= 6
-    assert all(count > 0 for target, count in state["hooks"].items() if "on_idle" not in target), state["hooks"]
+    sometimes = ("on_idle", "flush_cache_after_weight_update")
+    assert all(count > 0 for target, count in state["hooks"].items() if not target.endswith(sometimes)), state["hooks"]
 
 
 def test_turned_off_for_one_scheduler_there_is_none(llama):
