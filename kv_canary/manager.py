@@ -35,6 +35,7 @@ from kv_canary.specs.structures import Endpoint
 from kv_canary.state import CanaryDeviceState
 from kv_canary.summary import CanarySummary
 from kv_canary.sweep import CachedSlots, Sweeper
+from kv_canary.transfer import record_prefix
 from kv_canary.unverified import Unverified
 
 # A token table this small is kept whatever the pool's size.
@@ -255,6 +256,59 @@ class CanaryManager:
             self.unverified.moved(pool, src, dst)
         if part.failed:
             self.unverify(pool, dst)
+
+    def adopt(
+        self, group: str, slots: torch.Tensor, tokens: Sequence[int], *, owner: int, start: int = 0, identity: int = 0
+    ) -> None:
+        """Record KV that is there already, as what it should be: nobody has seen it written, or its positions changed.
+
+        For a cache that was in use before the canary came, KV that came without records, and a context shift, which
+        gives cells other positions and rotates their K in place. What lies there now counts as right, and how much of
+        it was taken so is in the summary (`uncovered`). To be called on the stream of the forwards, between them.
+
+        Args:
+            group: the name of a group.
+            slots: int64 [n], the slots of positions [start, start + n) of a request; 0 where none is to be recorded.
+            tokens: [start + n] the request's own tokens from the first on; one more for a group whose slots hold the
+                token behind their own.
+            owner: the request's serial number.
+            start: the first position that is recorded.
+            identity: see `ForwardRequest`.
+
+        Raises:
+            ValueError: in raise mode, there is no such group, or tokens are not as many as slots.
+            TypeError: in raise mode, slots are not int64.
+        """
+        if self.is_off or not len(slots):
+            return
+        with self.guard.contain("adopting KV") as part:
+            known = {g.name: g for g in self.groups}
+            if group not in known:
+                raise ValueError(must_be("adopt", "group", f"one of {', '.join(known)}", repr(group)))
+            chosen = known[group]
+            if slots.dtype != torch.int64 or slots.dim() != 1:
+                got = f"{slots.dtype} {list(slots.shape)}"
+                raise TypeError(must_be("adopt", "slots", "of dtype torch.int64 and shape [n]", got))
+            if start < 0:
+                raise ValueError(must_be("adopt", "start", "at least 0", str(start)))
+            needed = start + len(slots) + chosen.token_offset
+            if len(tokens) != needed:
+                raise ValueError(must_be("adopt", "tokens", f"{needed}, start and slots together", str(len(tokens))))
+            slots = slots.to(self.device)
+            record_prefix(
+                self,
+                chosen,
+                slots=torch.cat([slots.new_zeros(start), slots]),
+                tokens=tokens[chosen.token_offset :],
+                owner=owner,
+                identity=identity,
+            )
+            self.unverified.written(chosen.pool, slots)
+            # Its text may be another one from here on.
+            self.state.forget_owner(owner)
+            self.accounts.uncovered += len(slots)
+        if part.failed and group in {g.name for g in self.groups}:
+            self.unverify(next(g.pool for g in self.groups if g.name == group), slots)
 
     def unverify(self, pool: KvPool, slots: torch.Tensor) -> None:
         """Take in that nobody can say what int64 `slots` of `pool` hold: a free, a copy or a write was not followed.

@@ -53,6 +53,10 @@ class _Progress:
         for values in (self._owners, self._identities, self._lengths):
             values[rows] = 0
 
+    def rows_of(self, owner: int) -> Int64s:
+        """Return the row of a request, if it has one."""
+        return np.array([self._row_of[owner]] if owner in self._row_of else [], np.int64)
+
     def lengths(self, rows: Int64s) -> Int64s:
         """Return how many tokens of each of `rows` are in."""
         return self._lengths[rows]
@@ -198,6 +202,11 @@ class CanaryDeviceState:
         for progress in (self._tokens, *(tails.progress for tails in self.tails.values())):
             progress.forget(rows)
         self._is_anchored[rows] = False
+
+    def forget_owner(self, owner: int) -> None:
+        """Take in that the text of a request may be another one: its row starts anew."""
+        for progress in (self._tokens, *(tails.progress for tails in self.tails.values())):
+            progress.forget(progress.rows_of(owner))
 
     def _run(self, op: str, lists: Sequence[Numbers], where: dict[str, torch.Tensor], backend: str | None) -> None:
         """Launch an op on flat tokens, offsets, rows and starts; `where` are its other tensors."""

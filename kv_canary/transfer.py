@@ -7,6 +7,7 @@ receiver compares geometries once per sender, and lands every request before the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,9 @@ from kv_canary.errors import must_be
 from kv_canary.hashing import mix
 from kv_canary.host import send
 from kv_canary.output import logger
-from kv_canary.pools import KvPool
+from kv_canary.pools import BufferGroup, KvPool
 from kv_canary.specs.structures import Endpoint, KvSource, ViolationLog, WritePlan
+from kv_canary.state import anchor_of
 
 if TYPE_CHECKING:
     from kv_canary.manager import CanaryManager
@@ -236,6 +238,39 @@ def write_aside(
         counters=torch.zeros_like(manager.state.counters),
         backend=manager.backend,
     )
+
+
+def record_prefix(
+    manager: CanaryManager,
+    group: BufferGroup,
+    *,
+    slots: torch.Tensor,
+    tokens: Sequence[int],
+    owner: int,
+    identity: int = 0,
+) -> None:
+    """Record `tokens` as the content of `slots`, whose bytes are what they are now; nothing is counted or reported.
+
+    Args:
+        manager: the canary.
+        group: one of its groups.
+        slots: int64 [n] on the manager's device, the slot of every position from 0 on, 0 where none is to be recorded.
+        tokens: [n] the token that each of them holds: `group.token_offset` later than the position.
+        owner: the request's serial number.
+        identity: its identity word.
+    """
+    given, positions = send(manager.device, tokens, range(len(tokens)))
+    tags = (group.tail_tag,) if group.pool.head_records is None else (group.head_tag, group.tail_tag)
+    for tag in tags:
+        write_aside(
+            manager,
+            manager.endpoint(group, tag, with_bytes=True),
+            tokens=given,
+            positions=positions,
+            slots=slots,
+            chain=anchor_of(identity),
+            owner=owner,
+        )
 
 
 def _pages(source: KvSource, layer: int, page_size: int) -> torch.Tensor:

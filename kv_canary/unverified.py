@@ -24,9 +24,8 @@ from kv_canary.host import send
 from kv_canary.pools import BufferGroup, KvPool
 from kv_canary.specs.structures import VerifyPlan, WritePlan
 from kv_canary.specs.violation_row import ViolationRow
-from kv_canary.state import anchor_of
 from kv_canary.sweep import CachedSlots
-from kv_canary.transfer import write_aside
+from kv_canary.transfer import record_prefix
 
 if TYPE_CHECKING:
     from kv_canary.composition import ForwardRequest
@@ -257,20 +256,9 @@ class Unverified:
             raise ValueError(
                 f"kv-canary: request {request.request_id}: tokens of its prefix must be {end}, got {len(tokens)}"
             )
-        (own,) = send(manager.device, tokens)
-        out_slots = torch.zeros_like(own)
+        out_slots = torch.zeros(end, dtype=torch.int64, device=manager.device)
         out_slots[positions] = slots
-        tags = [group.tail_tag] if group.pool.head_records is None else [group.head_tag, group.tail_tag]
-        for tag in tags:
-            write_aside(
-                manager,
-                manager.endpoint(group, tag, with_bytes=True),
-                tokens=own,
-                positions=torch.arange(end, device=manager.device),
-                slots=out_slots,
-                chain=anchor_of(request.identity),
-                owner=request.owner,
-            )
+        record_prefix(manager, group, slots=out_slots, tokens=tokens, owner=request.owner, identity=request.identity)
         self.taken_in += len(slots)
 
     def _inside(self, pool: KvPool, slots: torch.Tensor) -> torch.Tensor:

@@ -72,6 +72,9 @@ def cause_of_one(
         return "use after free: the slot was freed while a request still reads it"
     if record is None:
         return "unknown"
+    damaged = _damaged_word(reasons, row)
+    if damaged is not None:
+        return f"the canary's own record is damaged, in one bit of its {damaged}: the KV is probably as it was"
     if not reasons & CONTENT:
         if _zeroed(reasons, record, row.observed_kv, group):
             return "the bytes are all zero: the slot or its page was zeroed after it was written"
@@ -93,6 +96,29 @@ def cause_of_one(
     return "the right token after another prefix: the entry before it, or the whole prefix, is another's"
 
 
+def _damaged_word(reasons: Reason, row: ViolationRow) -> str | None:
+    """Return the word of a record that differs in one bit from what it should be, where the others bear out that one.
+
+    Another token, position or prefix, and other bytes, change a hash in every other bit.
+    """
+    identity, chain = row.identity & MASK64, row.chain & MASK64
+    observed, stored = row.observed_kv & MASK64, row.kv & MASK64
+    if reasons in (Reason.K, Reason.V) and (stored ^ observed).bit_count() == 1:
+        return "fingerprint"
+    # Which bytes are covered goes by the position.
+    if not row.expected_chain or Reason.CHAIN not in reasons or reasons & ~(CONTENT | BYTES):
+        return None
+    if reasons == Reason.CHAIN and (chain ^ (row.expected_chain & MASK64)).bit_count() == 1:
+        return "chain"
+    token = row.token if row.token >= 0 else identity & 0xFFFFFFFF
+    own = (row.position << 32 | (token & 0xFFFFFFFF)) & MASK64
+    # What the chain would be behind the same prefix, had the slot the identity that it should have.
+    without = (row.expected_chain - mix(identity)) & MASK64
+    if (own ^ identity).bit_count() == 1 and (without + mix(own)) & MASK64 == chain:
+        return "token" if (own ^ identity) < 1 << 32 else "position"
+    return None
+
+
 def cause_of_many(members: Sequence[Member], first: ViolationReport, around: Circumstances) -> str:
     """Guess the cause of an incident from its shape: how its slots lie in pages, who wrote them, and when.
 
@@ -109,6 +135,8 @@ def cause_of_many(members: Sequence[Member], first: ViolationReport, around: Cir
             f"the whole prefix, positions 0 to {last}, is not this request's own: a stale or wrong prefix hit, or a "
             "table row that names another request's blocks"
         )
+    if len(members) == 1 and _damaged_word(reasons, members[0].first) is not None:
+        return first.cause
     if reasons & CONTENT and reasons != Reason.PREFIX:
         return _content_cause(members, first, around, pages)
     if len(members) == 1:

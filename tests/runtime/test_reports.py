@@ -141,7 +141,8 @@ def test_an_old_branch_of_the_same_owner_is_called_that(engine: Engine) -> None:
 
 
 def test_the_right_token_after_another_prefix_is_called_that(engine: Engine) -> None:
-    engine.groups[0].pool.records[4, 1] ^= 1
+    # More than a bit of it, which would be the record's own damage.
+    engine.groups[0].pool.records[4, 1] ^= 3
     engine.step((engine.requests["a"], 1))
     reports = [r for r in engine.found() if r.tag == "HEAD_FULL"]
     assert [(r.reasons, r.position) for r in reports] == [(("CHAIN",), 3), (("CHAIN",), 4)]

@@ -18,11 +18,9 @@ from kv_canary.engines.patches import Patches
 from kv_canary.engines.sglang import batches, transfer_lists
 from kv_canary.engines.sglang.identities import depends_on_nothing
 from kv_canary.engines.sglang.transfer_lists import Attached, Lists
-from kv_canary.host import send
 from kv_canary.manager import CanaryManager
 from kv_canary.pools import BufferGroup
-from kv_canary.state import anchor_of
-from kv_canary.transfer import land, write_aside
+from kv_canary.transfer import land
 
 logger = logging.getLogger("kv_canary")
 
@@ -174,51 +172,17 @@ class Arrivals:
         """Make records of KV that came without: of the request's own tokens, and of the bytes that lie there now."""
         behind = slots[-1] + torch.arange(1, -end % self._scheduler.page_size + 1, device=slots.device)
         land(self._manager, group.pool, slots=torch.cat([slots, behind]), length=0, owner=self._owner_of(req))
-        write_anew(
-            self._manager,
-            group,
-            slots=torch.cat([slots.new_zeros(start), slots]),
-            tokens=batches.own_tokens(req)(group.token_offset, end + group.token_offset),
+        self._manager.adopt(
+            group.name,
+            slots,
+            batches.own_tokens(req)(0, end + group.token_offset),
+            start=start,
             owner=self._owner_of(req),
             identity=self._identity_of(req),
         )
-        self._manager.accounts.uncovered += end - start
 
     def _brings_back_records(self) -> bool:
         """Whether the KV of a request that was put off has come back from the host with its records."""
         from sglang.srt.runtime_context import get_disagg
 
         return bool(get_disagg().disaggregation_decode_retraction_backup == "cpu_tensor")
-
-
-def write_anew(
-    manager: CanaryManager,
-    group: BufferGroup,
-    *,
-    slots: torch.Tensor,
-    tokens: Sequence[int],
-    owner: int,
-    identity: int,
-) -> None:
-    """Record `tokens` as the content of `slots`, whose bytes are what they are now; nothing is reported.
-
-    Args:
-        manager: the canary.
-        group: one of its groups.
-        slots: int64 [n] the slot of every position from 0, 0 where none is to be recorded.
-        tokens: [n] the token that each of them holds: `group.token_offset` later than the position.
-        owner: the request's serial number.
-        identity: its identity word.
-    """
-    given, positions = send(manager.device, tokens, range(len(tokens)))
-    tags = (group.head_tag, group.tail_tag) if group.pool.head_records is not None else (group.tail_tag,)
-    for tag in tags:
-        write_aside(
-            manager,
-            manager.endpoint(group, tag, with_bytes=True),
-            tokens=given,
-            positions=positions,
-            slots=slots,
-            chain=anchor_of(identity),
-            owner=owner,
-        )
