@@ -196,3 +196,45 @@ def test_kv_of_other_weights(llama: str, tmp_path: Path, monkeypatch: pytest.Mon
         assert set(found()) <= {"behind", ""}
     if running is not None:
         assert len(running.output_ids) == 8
+
+
+@pytest.mark.parametrize("flush", [True, False], ids=["flush", "no flush"])
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_requests_that_run_while_the_weights_change_are_silent(
+    llama: str, tmp_path: Path, mode: str, flush: bool
+) -> None:
+    """As reinforcement learning does: pause, update, go on. The same list of requests may have the same rows again."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    other = save_tiny_model(tmp_path / "other", seed=7)
+    scheduler = build(llama)
+    reqs = [engine.submit(scheduler, tokens(20 + 5 * n, n), 14) for n in range(3)]
+    while len(reqs[-1].output_ids) < 5:
+        engine.step(scheduler)
+    scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
+    done = update(scheduler, other, flush=flush)
+    # Requests that are not put off keep their KV, and the cache cannot be emptied.
+    assert done == (not flush or mode == "retract")
+    scheduler.continue_generation(ContinueGenerationReqInput())
+    engine.run_all(scheduler)
+    assert [len(req.output_ids) for req in reqs] == [14, 14, 14]
+    assert {req.retraction_count for req in reqs} == ({1} if mode == "retract" else {0})
+    assert found() == {}
+    if done:
+        # What they have left in the cache is of the weights of now, or was to be gone on with.
+        again = ask(scheduler, list(reqs[0].origin_input_ids) + list(reqs[0].output_ids)[:4], "again")
+        assert again.cached_tokens > 0
+        assert found() == {}
+
+
+def update(scheduler: Any, model: str, *, flush: bool) -> bool:
+    """Update the weights from another model's folder; return whether SGLang says that all went well."""
+    request = SimpleNamespace(
+        model_path=model,
+        load_format="auto",
+        recapture_cuda_graph=False,
+        weight_version=None,
+        flush_cache=flush,
+        torch_empty_cache=False,
+    )
+    return bool(scheduler.weight_updater.update_weights_from_disk(request).success)

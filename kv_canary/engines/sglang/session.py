@@ -266,6 +266,8 @@ class Session:
         with self._contain("following an update of the weights"):
             if request.flush_cache:
                 self._identities.weights_changed()
+                # Requests that are put off and come again are others' by then.
+                self._composer.forget()
 
     def show(self, internal_state: dict[str, Any]) -> None:
         """Put the status into what SGLang shows of a scheduler."""
