@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_canary.constants import OWNER_MASK
+from kv_canary.output import logger
 
 Int64s = npt.NDArray[np.int64]
 _MASK = (1 << 64) - 1
@@ -189,7 +190,7 @@ class BatchRequests(Sequence[ForwardRequest]):
             return given
         prefix, extend = int(self.prefix[i]), int(self.extend[i])
         return ForwardRequest(
-            request_id=source.name(member),
+            request_id=_name(source, member, int(self.rows[i])),
             row=int(self.rows[i]),
             owner=int(self.owners[i]),
             prefix_len=prefix,
@@ -202,6 +203,21 @@ class BatchRequests(Sequence[ForwardRequest]):
 
     def __iter__(self) -> Iterator[ForwardRequest]:
         return (self[i] for i in range(len(self)))
+
+
+# Kinds of sources whose failing has been told of.
+_told: set[type] = set()
+
+
+def _name(source: RequestSource, member: Any, row: int) -> str:
+    """Return how reports call a request; by its row where the engine cannot say, so that what was found is told."""
+    try:
+        return source.name(member)
+    except Exception:
+        if type(source) not in _told:
+            _told.add(type(source))
+            logger.exception("kv-canary: %s.name failed; reports call such a request by its row", type(source).__name__)
+        return f"row {row}"
 
 
 class _Given:

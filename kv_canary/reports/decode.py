@@ -57,7 +57,7 @@ class Decoder:
     def decode(self, row: ViolationRow) -> ViolationReport:
         """Decode one violation row."""
         tag, reasons = Tag(row.tag), Reason(row.reasons)
-        groups = _holders(self.groups_of(tag), row)
+        groups, found = _holders(self.groups_of(tag), row), row
         if self.redactor is not None:
             row = self.redactor.row(row)
         request_id = self.name_of_row(row.step, row.row)
@@ -80,7 +80,8 @@ class Decoder:
             "observed_kv": row.observed_kv & MASK64 if row.observed_kv else None,
             "previous_slot": row.previous,
             "places": _places(groups[0], reasons, record),
-            "cause": cause_of_one(reasons, row, record, request_id, groups[0], is_write=writing),
+            # It names no token, and what is damaged shows in the words as they are.
+            "cause": cause_of_one(reasons, found, record, request_id, groups[0], is_write=writing),
         }
         return ViolationReport(**report, sentence=_sentence(report, writing))
 

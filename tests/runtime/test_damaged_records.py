@@ -50,6 +50,14 @@ def test_one_bit_of_a_record_is_blamed_on_the_record(
     assert incident.cause == f"{OWN}{name}: the KV is probably as it was"
 
 
+def test_it_is_so_where_tokens_are_hidden_too() -> None:
+    engine, a, _, slot = served(3, redact=True)
+    engine.groups[0].pool.records[slot, 2] ^= 1 << 7
+    [incident] = incidents(engine, a)
+    assert incident.cause == f"{OWN}fingerprint: the KV is probably as it was"
+    assert incident.first.cause == incident.cause
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("damage", ["a bit of K", "another token", "another position", "zeros", "another's slot"])
 def test_what_is_not_the_records_damage_is_not_blamed_on_it(damage: str, seed: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 
@@ -257,3 +260,38 @@ def test_a_step_long_past_is_reported_by_its_row() -> None:
     for _ in range(64):
         engine.step((a, 1))
     assert engine.manager.accounts._decoder.decode(words).request_id is None
+
+
+def test_a_request_that_the_engine_cannot_name_is_told_of_by_its_row(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever fails there, what was found is not lost with it."""
+
+    class Source:
+        def name(self, member: object) -> str:
+            raise KeyError("no name")
+
+        def tokens(self, member: object, start: int, end: int) -> list[int]:
+            return list(range(start, end))
+
+        def newest(self, members: object, ends: object) -> None:
+            return None
+
+        def discarded(self, member: object, length: int) -> bool:
+            return False
+
+    engine = full_engine()
+    engine.manager.guard.contains = True
+    request = engine.add("a", list(range(60)))
+    one = np.array([request.row])
+    composition = kc.Composition([object()], rows=one, owners=np.array([request.owner]), source=Source())
+    for prefix, extend in ((0, 20), (20, 1), (21, 1)):
+        batch = engine.batch((request, extend))
+        arrays = kc.BatchRequests(composition, prefix=np.array([prefix]), extend=np.array([extend]))
+        if prefix == 21:
+            engine.flip(engine.groups[0], "K", engine.slot_of(engine.groups[0], request, 5), 5)
+        engine.run(dataclasses.replace(batch, requests=arrays))
+        request.cached += extend
+    [report] = [r for r in engine.found() if r.tag == "HEAD_FULL"]
+    assert (report.request_id, report.reasons, report.position) == (f"row {request.row}", ("K",), 5)
+    assert engine.manager.summary().violations == 1
+    assert engine.manager.summary().failures == {}
+    assert caplog.text.count("Source.name failed") == 1
