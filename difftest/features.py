@@ -227,6 +227,9 @@ def _chain_tails(a: Mapping[str, Any]) -> Features:
     )
     if a["anchors"] is not None:
         yield "anchors:given"
+    if a["pool"] is not None:
+        yield "tokens:kept"
+        yield from _tables(a["pool"])
 
 
 def _segments(

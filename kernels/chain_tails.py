@@ -30,8 +30,11 @@ def _chain_tails(
     anchors_ptr,
     bs,
     num_rows,
+    max_len,
     # outputs
     tails_ptr,
+    pool_ptr,
+    pool_stride,
     status_ptr,
     # constants
     LANES: tl.constexpr,
@@ -69,6 +72,11 @@ def _chain_tails(
                 token = tl.load(flat_ptr + j, mask=j >= first, other=0)
                 term = tl.where(j >= first, mix(identity(token, start + (j - begin))), 0)
                 share = share * stride + term
+                if pool_ptr is not None:
+                    k = j - begin
+                    # 0 <= start + k < max_len; k wraps below 0 where begin is far below 0
+                    keep = (j >= first) & (k >= 0) & (k < max_len - start)
+                    tl.store(pool_ptr + row * pool_stride + start + k, token.to(tl.int32), mask=keep)
         shares = tl.sum(share * chain_scale(LANES - 1 - lane, LANE_BITS), axis=0)
         length = tl.zeros([1], tl.int64) + (last - first)
         chain = tl.max(chain_scale(length, 32), axis=0) * chain + shares
@@ -83,9 +91,10 @@ def chain_tails(
     starts: torch.Tensor,
     anchors: torch.Tensor | None,
     tails: torch.Tensor,
+    pool: torch.Tensor | None,
     status: torch.Tensor,
 ) -> None:
-    """Advance each row's chain over the request's own tokens; see specs/chain_tails.py."""
+    """Advance each row's chain over the request's own tokens, and keep these; see specs/chain_tails.py."""
     bs, total = rows.shape[0], flat.shape[0]
     if bs == 0:
         status.zero_()
@@ -102,8 +111,11 @@ def chain_tails(
         anchors,
         bs,
         tails.shape[0],
+        0 if pool is None else pool.shape[1],
         # outputs
         tails,
+        pool,
+        0 if pool is None else pool.stride(0),
         status,
         # constants
         LANES=lanes,

@@ -48,6 +48,9 @@ _SLOT_RANGE = tl.constexpr(int(Reason.SLOT_RANGE))
 _OVERWRITE = tl.constexpr(int(Reason.OVERWRITE))
 _M = tl.constexpr(CHAIN_MULTIPLIER)
 _PREFIX = tl.constexpr(int(Reason.PREFIX))
+_BATCH = tl.constexpr(int(Reason.BATCH))
+# Flat inputs that each token of a tile is compared with at a time.
+_OTHERS = tl.constexpr(32)
 
 
 class Inputs(NamedTuple):
@@ -57,6 +60,9 @@ class Inputs(NamedTuple):
     positions: Any
     slots: Any
     expected: Any
+    given_rows: Any
+    given_lens: Any
+    num_given: Any
     size: Any
     tails: Any
     num_rows: Any
@@ -132,6 +138,73 @@ def _report_seeds(plan, inputs, log, first, row, seeds, TAG: tl.constexpr, REQUE
 
 
 @triton.jit
+def _report_given(plan, inputs, log, first, n, row, count, TAG: tl.constexpr, REQUESTS: tl.constexpr):
+    """Report BATCH for each live request whose row or length is not the one that the model is given."""
+    if inputs.given_rows is not None:
+        r = first + tl.arange(0, REQUESTS).to(tl.int64)
+        live = (r < n) & (r < inputs.num_given) & (row > 0) & (row < inputs.num_rows)
+        # live: r < n <= capacity and r < num_given
+        given_row = tl.load(inputs.given_rows + r, mask=live, other=0)
+        given_len = tl.load(inputs.given_lens + r, mask=live, other=0)
+        length = tl.load(plan.prefix_lens + r, mask=live, other=0) + count
+        wrong = live & ((given_row != row) | (given_len != length))
+        if tl.sum(wrong.to(tl.int32), axis=0) > 0:
+            zeros = tl.zeros([REQUESTS], tl.int64)
+            owner = tl.load(plan.owners + r, mask=wrong, other=0)
+            report(
+                log,
+                wrong,
+                (
+                    zeros + TAG,
+                    zeros + _BATCH,
+                    zeros,
+                    row,
+                    length,
+                    zeros,
+                    zeros - 1,
+                    zeros,
+                    zeros,
+                    zeros,
+                    zeros,
+                    zeros,
+                    zeros + tl.load(inputs.step),
+                    given_row,
+                    owner,
+                    given_len,
+                ),
+            )
+
+
+@triton.jit
+def _last_with_slot(plan, inputs, n, slot, j, storable, TILE: tl.constexpr):
+    """The last flat input before the plan's last offset that has a token's slot, if that is behind it; else itself."""
+    # 0 <= n <= capacity; 0 <= end <= size
+    end = tl.minimum(tl.maximum(tl.load(plan.offsets + n), 0), inputs.size)
+    last = j
+    for at in range(tl.min(tl.where(storable, j, end), axis=0), end, _OTHERS):
+        other = at + tl.arange(0, _OTHERS).to(tl.int64)
+        # 0 <= j <= other < end <= size; what is masked has the padding slot, which no storable token has
+        theirs = tl.load(inputs.slots + other, mask=other < end, other=0)
+        same = storable[:, None] & (slot[:, None] == theirs[None, :])
+        last = tl.maximum(last, tl.max(tl.where(same, other[None, :], 0), axis=1))
+    return last
+
+
+@triton.jit
+def _owners_of(plan, inputs, n, tokens, TILE: tl.constexpr):
+    """Of each of these flat inputs, whether it is of a live request, and the owner of the last such one."""
+    owned, owners = tokens < 0, tokens - tokens
+    for r in range(n - n, n):
+        # r < n <= capacity; offsets have capacity + 1 elements
+        row = tl.load(plan.rows + r)
+        begin, end = tl.load(plan.offsets + r), tl.load(plan.offsets + r + 1)
+        mine = (tokens >= begin) & (tokens < end) & (row > 0) & (row < inputs.num_rows)
+        owners = tl.where(mine, tl.load(plan.owners + r), owners)
+        owned = owned | mine
+    return owned, owners
+
+
+@triton.jit
 def _load_inputs(inputs, j, valid):
     """Slot, position and token of each valid j of the flat inputs, 0 <= j < size."""
     slot = tl.load(inputs.slots + j, mask=valid, other=0)
@@ -148,6 +221,7 @@ def _read_tile(
     v_source,
     records,
     first,
+    n,
     token,
     starts,
     total,
@@ -156,6 +230,7 @@ def _read_tile(
     early,
     # constants
     TRACK_LIFETIME: tl.constexpr,
+    RING: tl.constexpr,
     REQUESTS: tl.constexpr,
     REQUEST_BITS: tl.constexpr,
     TILE: tl.constexpr,
@@ -202,15 +277,18 @@ def _read_tile(
     tail = as_u64(tl.load(inputs.tails + row, mask=live, other=0))
 
     in_range = (slot >= 0) & (slot < records.num_slots) & in_source(k_source, slot) & in_source(v_source, slot)
-    stored = live & in_range & (slot != 0)
+    storable = live & in_range & (slot != 0)
     ident = identity(input_id, position)
     where = as_i64(ident >> 32)
-    k_begun = begin_fingerprint(k_source, slot, where, stored)
-    v_begun = begin_fingerprint(v_source, slot, where, stored)
+    k_begun = begin_fingerprint(k_source, slot, where, storable)
+    v_begun = begin_fingerprint(v_source, slot, where, storable)
+    last = _last_with_slot(plan, inputs, n, slot, j, storable, TILE)
+    first_come = storable & (last > j)
+    stored = storable & (last <= j)
     if TRACK_LIFETIME:
         # stored: 0 < slot < num_slots
         old_ident, old_chain, old_kv, old_writer = load_record(records, slot, stored)
-    kv = end_fingerprint(k_source, k_begun, stored) | (end_fingerprint(v_source, v_begun, stored) << 32)
+    kv = end_fingerprint(k_source, k_begun, storable) | (end_fingerprint(v_source, v_begun, storable) << 32)
 
     if carry is not None:
         spilled = tl.max(tl.where(starts <= entry, starts, 0), axis=0) < entry
@@ -234,7 +312,20 @@ def _read_tile(
         foreign = (old_writer & _OWNER_MASK) != (owner & _OWNER_MASK)
         differs = (as_u64(old_ident) != ident) | (as_u64(old_chain) != chain)
         reasons += tl.where(in_use & foreign & differs, _OVERWRITE, 0)
-    return r, row, slot, expected_position, ident, expected_id, chain, kv, owner, reasons, stored
+    taker = owner - owner
+    if tl.sum(first_come.to(tl.int32), axis=0) > 0:
+        # first_come: 0 <= last < size
+        owned, taker = _owners_of(plan, inputs, n, tl.where(first_come, last, -1), TILE)
+        theirs = identity(
+            tl.load(inputs.tokens + last, mask=first_come, other=0),
+            tl.load(inputs.positions + last, mask=first_come, other=0),
+        )
+        if TRACK_LIFETIME:
+            same = owned & ((taker & _OWNER_MASK) == (owner & _OWNER_MASK))
+            if not RING:
+                same = same & (theirs == ident)
+            reasons += tl.where(first_come & (same == 0), _OVERWRITE, 0)
+    return r, row, slot, expected_position, ident, expected_id, chain, kv, owner, reasons, stored, first_come, taker
 
 
 @triton.jit
@@ -252,13 +343,14 @@ def _store_tile(
     TILE: tl.constexpr,
 ):
     """Report and store what `_read_tile` found."""
-    r, row, slot, expected_position, ident, expected_id, chain, kv, owner, reasons, stored = tile
+    r, row, slot, expected_position, ident, expected_id, chain, kv, owner, reasons, stored, first_come, taker = tile
     zeros = tl.zeros([TILE], tl.int64)
     step = zeros + tl.load(inputs.step)
     bad = reasons != 0
     if tl.sum(bad.to(tl.int32), axis=0) > 0:
         # stored: 0 < slot < num_slots; bad: r < n <= capacity
         replaced = tl.load(record_address(records, slot) + 3, mask=stored & bad, other=0)
+        replaced = tl.where(first_come, as_i64(writer_word(step, taker)), replaced)
         seed = tl.load(plan.seed_slots + r, mask=bad, other=0)
         report(
             log,
@@ -303,6 +395,7 @@ def _write_at_once(
     # constants
     TAG: tl.constexpr,
     TRACK_LIFETIME: tl.constexpr,
+    RING: tl.constexpr,
     REQUESTS: tl.constexpr,
     REQUEST_BITS: tl.constexpr,
     TILE: tl.constexpr,
@@ -324,6 +417,7 @@ def _write_at_once(
         v_source,
         records,
         zero,
+        n,
         token,
         starts,
         total,
@@ -331,12 +425,14 @@ def _write_at_once(
         None,
         early,
         TRACK_LIFETIME,
+        RING,
         REQUESTS,
         REQUEST_BITS,
         TILE,
         TILE_BITS,
     )
     # Only now, so that seeds are read beside the first tile.
+    _report_given(plan, inputs, log, zero, n, row, count, TAG, REQUESTS)
     _report_seeds(plan, inputs, log, zero, row, seeds, TAG, REQUESTS)
     _store_tile(plan, inputs, tile, records, log, counters_ptr, TAG, TILE)
     # More tokens than inputs: only where segments overlap.
@@ -350,6 +446,7 @@ def _write_at_once(
                 v_source,
                 records,
                 zero,
+                n,
                 token,
                 starts,
                 total,
@@ -357,6 +454,7 @@ def _write_at_once(
                 carry,
                 None,
                 TRACK_LIFETIME,
+                RING,
                 REQUESTS,
                 REQUEST_BITS,
                 TILE,
@@ -403,6 +501,7 @@ def _prepare(
         row, token, count, starts, total = _lay_out(plan, inputs, first, n, REQUESTS)
         if own == 0:
             seeds = _read_seeds(plan, inputs, records, first, row, count, REQUESTS)
+            _report_given(plan, inputs, log, first, n, row, count, TAG, REQUESTS)
             _report_seeds(plan, inputs, log, first, row, seeds, TAG, REQUESTS)
         tiles = (total + TILE - 1) // TILE
         for tile in range(own, tiles - 1, programs):
@@ -442,6 +541,7 @@ def _store(
     # constants
     TAG: tl.constexpr,
     TRACK_LIFETIME: tl.constexpr,
+    RING: tl.constexpr,
     REQUESTS: tl.constexpr,
     REQUEST_BITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -468,6 +568,7 @@ def _store(
                 v_source,
                 records,
                 first,
+                n,
                 token,
                 starts,
                 total,
@@ -475,6 +576,7 @@ def _store(
                 _chain_before(tile_sums_ptr + tiles_before, first_tile, number, AT_ONCE, AT_ONCE_BITS, TILE, TILE_BITS),
                 None,
                 TRACK_LIFETIME,
+                RING,
                 REQUESTS,
                 REQUEST_BITS,
                 TILE,
@@ -522,7 +624,10 @@ def write(
     step: torch.Tensor,
     check_positions: torch.Tensor,
     expected_input_ids: torch.Tensor | None,
+    given_rows: torch.Tensor | None,
+    given_lens: torch.Tensor | None,
     track_lifetime: bool,
+    ring: bool,
     violations: ViolationLog,
     counters: torch.Tensor,
     tile_sums: torch.Tensor,
@@ -535,6 +640,9 @@ def write(
         positions=positions,
         slots=out_slots,
         expected=expected_input_ids,
+        given_rows=given_rows,
+        given_lens=given_lens,
+        num_given=0 if given_rows is None else given_rows.shape[0],
         size=num_tokens,
         tails=tails,
         num_rows=tails.shape[0],
@@ -557,6 +665,7 @@ def write(
             # constants
             TAG=tag,
             TRACK_LIFETIME=track_lifetime,
+            RING=ring,
             REQUESTS=lanes,
             REQUEST_BITS=lanes.bit_length() - 1,
             TILE=lanes,
@@ -583,6 +692,7 @@ def write(
         *outputs,
         **constants,
         TRACK_LIFETIME=track_lifetime,
+        RING=ring,
         REQUEST_BITS=requests.bit_length() - 1,
         AT_ONCE=at_once,
         AT_ONCE_BITS=at_once.bit_length() - 1,

@@ -60,6 +60,7 @@ class Reason(IntFlag):
     FREED = 1024
     OVERWRITE = 2048
     PREFIX = 4096
+    BATCH = 8192
 
 
 class Tag(IntEnum):

@@ -17,9 +17,10 @@ def chain_tails(
     starts: torch.Tensor,
     anchors: torch.Tensor | None,
     tails: torch.Tensor,
+    pool: torch.Tensor | None,
     status: torch.Tensor,
 ) -> None:
-    """Advance each row's chain over the request's own tokens; see specs/chain_tails.py."""
+    """Advance each row's chain over the request's own tokens, and keep these; see specs/chain_tails.py."""
     row_ok, start_ok = (rows >= 0) & (rows < len(tails)), starts >= 0
     bits = Status.ROW_RANGE if bool((~row_ok).any()) else 0
     bits |= Status.LENGTH_RANGE if bool((~start_ok).any()) else 0
@@ -35,4 +36,9 @@ def chain_tails(
     moved = lengths > 0
     chain[moved] = chains[(lengths.cumsum(0) - 1)[moved]]
     tails[row] = chain
+    if pool is not None:
+        # Where a segment begins before `flat`, its first token here is a later one of the request.
+        place = (start - offset).take(segment) + index
+        inside = (place >= 0) & (place < pool.shape[1])
+        pool[row.take(segment)[inside], place[inside]] = flat.take(index)[inside].to(torch.int32)
     status[0] = bits

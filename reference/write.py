@@ -23,7 +23,10 @@ def write(
     step: torch.Tensor,
     check_positions: torch.Tensor,
     expected_input_ids: torch.Tensor | None,
+    given_rows: torch.Tensor | None,
+    given_lens: torch.Tensor | None,
     track_lifetime: bool,
+    ring: bool,
     violations: ViolationLog,
     counters: torch.Tensor,
     tile_sums: torch.Tensor,
@@ -43,15 +46,21 @@ def write(
     before = torch.zeros_like(rows).masked_scatter(live, tails[rows[live]])
     chains = walk_chains(before, lengths, identities)
 
+    if given_rows is not None and given_lens is not None:
+        _check_given(write_plan, live, lengths, given_rows, given_lens, int(endpoint.tag), step, violations)
     _check_seeds(write_plan, lengths.nonzero()[:, 0], endpoint, tails, step, violations)
 
     in_range = (slots >= 0) & (slots < num_slots) & in_source(k_source, slots) & in_source(v_source, slots)
     # Slot 0 is padding, also where a bias puts it before a source's first row.
-    stored = in_range & (slots != 0)
+    storable = in_range & (slots != 0)
+    # Of several tokens for one slot the last one is stored.
+    last = _last_with_slot(out_slots, end=int(offsets[n])).take(token)
+    first_come = storable & (last > token)
+    stored = storable & ~first_come
     owners = write_plan.owners.take(request)
-    covered = slots.masked_select(stored), stored_position(identities).masked_select(stored)
+    covered = slots.masked_select(storable), stored_position(identities).masked_select(storable)
     k_print, v_print = fingerprint(k_source, *covered), fingerprint(v_source, *covered)
-    kv = torch.zeros_like(slots).masked_scatter(stored, k_print | (v_print << 32))
+    kv = torch.zeros_like(slots).masked_scatter(storable, k_print | (v_print << 32))
     old = load_records(records, slots, stored)
 
     expected_position = (write_plan.prefix_lens[:n] - write_plan.offsets[:n]).take(request) + token
@@ -61,7 +70,10 @@ def write(
     if expected_input_ids is not None:
         expected_input = expected_input_ids.take(token)
         wrong_token = input_id != expected_input
-    overwrite = (
+    taken, taker = _owners_of(write_plan, live, offsets, last) if bool(first_come.any()) else (first_come, owners)
+    same = taken & ((taker & OWNER_MASK) == (owners & OWNER_MASK))
+    same &= (identity(input_ids.take(last), positions.take(last)) == identities) | ring
+    overwrite = (first_come & track_lifetime & ~same) | (
         stored
         & track_lifetime
         & old.written
@@ -89,7 +101,7 @@ def write(
         token=expected_input,
         chain=chains,
         kv=kv,
-        writer=old.writer,
+        writer=torch.where(first_come, writer(step, taker), old.writer),
         step=step,
         previous=write_plan.seed_slots.take(request),
         owner=owners,
@@ -99,6 +111,56 @@ def write(
     records[slots.take(written)] = new.index_select(0, written)
     counters[endpoint.tag, 0] += 1
     counters[endpoint.tag, 1] += len(written)
+
+
+def _last_with_slot(slots: torch.Tensor, *, end: int) -> torch.Tensor:
+    """Return int64 [tokens]: of each flat input before `end` the last one before it that has its slot; else itself."""
+    last = torch.arange(len(slots), device=slots.device)
+    ordered, place = slots[:end].sort(stable=True)
+    is_last = torch.ones_like(ordered, dtype=torch.bool)
+    is_last[:-1] = ordered[:-1] != ordered[1:]
+    run = is_last.cumsum(0) - is_last.long()
+    last[place] = place[is_last].take(run)
+    return last
+
+
+def _owners_of(
+    plan: WritePlan, live: torch.Tensor, offsets: torch.Tensor, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which of `tokens` are of a live request, and its owner; 0 for the others."""
+    owned, owners = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens)
+    for r in live.nonzero()[:, 0].tolist():
+        mine = (tokens >= offsets[r]) & (tokens < offsets[r + 1])
+        owned, owners = owned | mine, torch.where(mine, plan.owners[r], owners)
+    return owned, owners
+
+
+def _check_given(
+    write_plan: WritePlan,
+    live: torch.Tensor,
+    lengths: torch.Tensor,
+    given_rows: torch.Tensor,
+    given_lens: torch.Tensor,
+    tag: int,
+    step: torch.Tensor,
+    violations: ViolationLog,
+) -> None:
+    """Report BATCH for each live request whose row or length is not the one that the model is given."""
+    n = min(len(live), len(given_rows))
+    rows, length = write_plan.rows[:n], write_plan.prefix_lens[:n] + lengths[:n]
+    report(
+        violations,
+        live[:n] & ((given_rows[:n] != rows) | (given_lens[:n] != length)),
+        tag=tag,
+        reasons=int(Reason.BATCH),
+        row=rows,
+        position=length,
+        token=-1,
+        step=step,
+        previous=given_rows[:n],
+        owner=write_plan.owners[:n],
+        given=given_lens[:n],
+    )
 
 
 def _check_seeds(

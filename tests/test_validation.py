@@ -97,6 +97,9 @@ def call_of(op: str) -> dict[str, Any]:
             "tails": ints(0, 1, 2),
             "check_positions": status,
             "expected_input_ids": ints(1, 2, 3),
+            "given_rows": ints(1, 2),
+            "given_lens": ints(1, 2),
+            "ring": False,
             "tile_sums": torch.zeros(2, 1, dtype=torch.int64),
             **launch,
         },
@@ -110,7 +113,13 @@ def call_of(op: str) -> dict[str, Any]:
         },
         "retire": {"slots": ints(1, 2), "owner": 5, "step": one, "records": (records(), records())},
         "scatter_token_ids": {**flat, "pool": torch.zeros(3, 4, dtype=torch.int32), "status": status},
-        "chain_tails": {**flat, "anchors": ints(0, 1, 2), "tails": ints(0, 1, 2), "status": status},
+        "chain_tails": {
+            **flat,
+            "anchors": ints(0, 1, 2),
+            "tails": ints(0, 1, 2),
+            "pool": torch.zeros(3, 4, dtype=torch.int32),
+            "status": status,
+        },
     }
     return calls[op]
 
@@ -240,6 +249,7 @@ LENGTHS = [
     ("write", "expected_input_ids", "num_tokens"),
     ("write", "check_positions", "1"),
     ("write", "counters", "6"),
+    ("write", "given_lens", "num_given"),
     ("move", "dst", "n"),
     ("move", "records[1]", "num_slots"),
     ("retire", "records[1]", "num_slots"),
@@ -311,6 +321,7 @@ def test_a_tensor_that_is_not_contiguous_is_refused(op: str, path: str) -> None:
         ("verify_prefixes", "expected_tokens"),
         ("verify_resolved", "expected_tokens"),
         ("scatter_token_ids", "pool"),
+        ("chain_tails", "pool"),
         ("move", "records[0]"),
     ],
 )
@@ -379,11 +390,11 @@ DEFAULTS = {
     "verify_prefixes": {"owners", "window", "lut", "expected_tokens", "expected_lens", "token_offset", "strides"}
     | {"anchors", "track_lifetime", "entry_offsets", "longest_stride"},
     "verify_resolved": {"expected_tokens", "expected_lens", "token_offset", "anchors", "track_lifetime"},
-    "write": {"expected_input_ids", "track_lifetime", "tile_sums"},
+    "write": {"expected_input_ids", "given_rows", "given_lens", "track_lifetime", "ring", "tile_sums"},
     "move": {"staged"},
     "retire": set(),
     "scatter_token_ids": {"starts"},
-    "chain_tails": {"anchors"},
+    "chain_tails": {"anchors", "pool"},
 }
 
 

@@ -33,7 +33,7 @@ from kv_canary.difftest.naive.records import (
 from kv_canary.difftest.naive.verify import plan, verify, verify_prefixes, verify_resolved
 from kv_canary.specs.structures import Endpoint, ViolationLog, WritePlan
 
-WRITE_TOKEN, WRITE_POSITION, SLOT_RANGE, OVERWRITE, PREFIX = 32, 64, 256, 2048, 4096
+WRITE_TOKEN, WRITE_POSITION, SLOT_RANGE, OVERWRITE, PREFIX, BATCH = 32, 64, 256, 2048, 4096, 8192
 ROW_RANGE, LENGTH_RANGE = 2, 4
 
 
@@ -48,7 +48,10 @@ def write(
     step: torch.Tensor,
     check_positions: torch.Tensor,
     expected_input_ids: torch.Tensor | None,
+    given_rows: torch.Tensor | None,
+    given_lens: torch.Tensor | None,
     track_lifetime: bool,
+    ring: bool,
     violations: ViolationLog,
     counters: torch.Tensor,
     tile_sums: torch.Tensor,
@@ -61,11 +64,29 @@ def write(
     # All of them before anything is stored.
     seed_records = [read_record(records, seed) if 0 < seed < records.shape[0] else NO_RECORD for seed in seeds]
     stored = 0
+    # Who has each token, and which token has each slot in the end.
+    num_tokens, whose, last_in = input_ids.shape[0], dict[int, int](), dict[int, int]()
+    for request in range(num_requests):
+        if 0 < int(write_plan.rows[request]) < tails.shape[0]:
+            whose.update((j, int(write_plan.owners[request])) for j, _ in segment_of(offsets, request, num_tokens))
+    for j in range(min(max(offsets[num_requests], 0), num_tokens)):
+        last_in[int(out_slots[j])] = j
 
     for request in range(num_requests):
         row, owner, prefix = (int(x[request]) for x in (write_plan.rows, write_plan.owners, write_plan.prefix_lens))
-        tokens = segment_of(offsets, request, input_ids.shape[0])
-        if not 0 < row < tails.shape[0] or not tokens:
+        tokens = segment_of(offsets, request, num_tokens)
+        if not 0 < row < tails.shape[0]:
+            continue
+        length = signed(prefix + len(tokens))
+        if given_rows is not None and given_lens is not None and request < given_rows.shape[0]:
+            given = int(given_rows[request]), int(given_lens[request])
+            if given != (row, length):
+                report(
+                    violations,
+                    [endpoint.tag, BATCH, 0, row, length, 0, -1, 0, 0, 0, 0, 0]
+                    + [int(step), given[0], owner, given[1]],
+                )
+        if not tokens:
             continue
         tail = int(tails[row]) & MASK_64
         seed, seed_record = seeds[request], seed_records[request]
@@ -93,11 +114,19 @@ def write(
             elif slot != 0:
                 old_identity, old_chain, _, replaced_writer = old = read_record(records, slot)
                 kv = kv_word(endpoint, slot, identity >> 32)
-                if track_lifetime and any(old) and not replaced_writer & RETIRED:
+                if (last := last_in.get(slot, j)) > j:
+                    # Another token of this forward has the slot in the end.
+                    taker = whose.get(last)
+                    equal = taker is not None and (taker ^ owner) % (1 << 24) == 0
+                    equal = equal and (ring or identity_of(int(input_ids[last]), int(positions[last])) == identity)
+                    reasons |= OVERWRITE * (track_lifetime and not equal)
+                    replaced_writer = writer_of(int(step), taker or 0)
+                elif track_lifetime and any(old) and not replaced_writer & RETIRED:
                     another_owner = (replaced_writer ^ owner) % (1 << 24) != 0
                     reasons |= OVERWRITE * (another_owner and (old_identity, old_chain) != (identity, chain))
-                store_record(records, slot, [identity, chain, kv, writer_of(int(step), owner)])
-                stored += 1
+                if last <= j:
+                    store_record(records, slot, [identity, chain, kv, writer_of(int(step), owner)])
+                    stored += 1
 
             if reasons:
                 report(
@@ -167,9 +196,10 @@ def chain_tails(
     starts: torch.Tensor,
     anchors: torch.Tensor | None,
     tails: torch.Tensor,
+    pool: torch.Tensor | None,
     status: torch.Tensor,
 ) -> None:
-    """Advance each row's chain over the request's own tokens."""
+    """Advance each row's chain over the request's own tokens, and keep these."""
     bits = 0
     for request, (row, start) in enumerate(zip(rows.tolist(), starts.tolist(), strict=True)):
         bad_row = not 0 <= row < tails.shape[0]
@@ -180,6 +210,8 @@ def chain_tails(
         chain = anchor if start == 0 else int(tails[row])
         for j, k in segment_of(offsets.tolist(), request, flat.shape[0]):
             chain = advance(chain, identity_of(int(flat[j]), start + k))
+            if pool is not None and start + k < pool.shape[1]:
+                pool[row, start + k] = signed(int(flat[j]) << 32) >> 32
         tails[row] = signed(chain)
     status[0] = bits
 

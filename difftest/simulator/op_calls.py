@@ -52,7 +52,8 @@ class StepCalls:
     anchors: torch.Tensor | None
 
     def bring_up(self, tails: Segments, tokens: Segments | None) -> Iterator[Call]:
-        """Yield the calls that bring tails and tokens up to the prefix."""
+        """Yield the calls that bring tails and tokens up to the prefix; by one call where both are the same tokens."""
+        together = tokens is not None and not self.config.token_offset
         yield Call(
             op="chain_tails",
             make=lambda memory: {
@@ -62,10 +63,11 @@ class StepCalls:
                 "starts": tails.starts,
                 "anchors": self.anchors,
                 "tails": memory.tails,
+                "pool": memory.token_pool if together else None,
                 "status": memory.status,
             },
         )
-        if tokens is not None:
+        if tokens is not None and not together:
             yield Call(
                 op="scatter_token_ids",
                 make=lambda memory: {

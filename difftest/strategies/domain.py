@@ -296,7 +296,10 @@ def _write_history(world: World, *, step: int) -> None:
         step=torch.tensor([step]),
         check_positions=torch.zeros(1, dtype=torch.int32),
         expected_input_ids=None,
+        given_rows=None,
+        given_lens=None,
         track_lifetime=False,
+        ring=False,
         violations=ViolationLog.allocate(ring_cap=0),
         counters=torch.zeros(6, 2, dtype=torch.int64),
         tile_sums=torch.zeros(0),
@@ -308,6 +311,7 @@ def _write_history(world: World, *, step: int) -> None:
         starts=plan.prefix_lens,
         anchors=world.anchors,
         tails=world.tails,
+        pool=None,
         status=torch.zeros(1, dtype=torch.int32),
     )
 

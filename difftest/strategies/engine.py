@@ -190,7 +190,8 @@ def engine_cases(draw: Any, op: str) -> dict[str, Any]:
 def _calling(op: str, config: EngineConfig) -> EngineConfig:
     """Return `config`, changed as far as it takes for its steps to call `op`."""
     if op == "scatter_token_ids":
-        return replace(config, token_pool=True)
+        # Without an offset, chain_tails keeps the tokens.
+        return replace(config, token_pool=True, token_offset=1)
     if op in ("plan", "verify"):
         return replace(config, fused=False)
     if op not in _FUSED:

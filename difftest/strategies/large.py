@@ -50,9 +50,12 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
         yield _write([(3, 20)], num_bytes=1024)
     elif op == "chain_tails":
         for length in (1 << 16, (1 << 16) + 1, 70_000):
-            yield _segments([length, 3], num_rows=3) | {"anchors": None, "tails": _words(3)}
+            yield _segments([length, 3], num_rows=3) | {"anchors": None, "tails": _words(3), "pool": None}
+        # Some more than the row has room for.
+        kept = torch.full((3, 70_000 - 5), 7, dtype=torch.int32)
+        yield _segments([70_000, 3], num_rows=3) | {"anchors": None, "tails": _words(3), "pool": kept}
         for at in (5, _ONE_LOOK):
-            yield _mostly_padding(wrong_at=at) | {"anchors": None, "tails": _words(_ROWS + 1)}
+            yield _mostly_padding(wrong_at=at) | {"anchors": None, "tails": _words(_ROWS + 1), "pool": None}
     elif op == "scatter_token_ids":
         for length in (512, 1024, 3 * 512, 4 * 512, 4 * 512 + 1):
             pool = torch.full((3, length + 1), 7, dtype=torch.int32)

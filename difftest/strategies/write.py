@@ -46,7 +46,10 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
         _make_hostile(draw, batch, world)
     others = [len(batch.rows)] if giant else [0, -1, len(batch.rows) + 9, len(batch.rows) + 9]
     count = draw(st.sampled_from([len(batch.rows)] * 20 + others))
+    if draw(st.booleans()):
+        _share_slots(draw, batch)
     _give_up_shared_tokens(batch, count)
+    given = _draw_given(draw, batch, rng) if draw(st.booleans()) else None
     expected = int64(_make_wrong(draw, batch, world.num_slots)) if draw(st.booleans()) else None
     tracked = draw(st.booleans())
     if draw(st.booleans()):
@@ -70,7 +73,10 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
         "step": int64([draw(steps)]),
         "check_positions": torch.tensor([draw(st.sampled_from([0, 1, 1, -7]))], dtype=torch.int32),
         "expected_input_ids": expected,
+        "given_rows": None if given is None else given[0],
+        "given_lens": None if given is None else given[1],
         "track_lifetime": tracked,
+        "ring": not often(draw, 2),
         "violations": draw(violation_logs()),
         "counters": torch.arange(2 * len(Tag)).view(-1, 2),
     }
@@ -233,19 +239,58 @@ def _hold_others(rng: np.random.Generator, records: torch.Tensor, batch: _Batch,
             records[slot, 3] = writer(torch.tensor(step), other, retired=kind == 4)
 
 
+def _share_slots(draw: Any, batch: _Batch) -> None:
+    """Let several tokens have one slot: of one request or of two, of the same token at the same position or not."""
+    for _ in range(draw(st.integers(1, 4)) if len(batch.slots) > 1 else 0):
+        first = draw(st.integers(0, len(batch.slots) - 2))
+        second = draw(
+            st.sampled_from([first + 1, len(batch.slots) - 1, draw(st.integers(first + 1, len(batch.slots) - 1))])
+        )
+        batch.slots[second] = batch.slots[first]
+        if not often(draw, 2):
+            batch.tokens[second] = batch.tokens[first]
+        if not often(draw, 2):
+            batch.positions[second] = batch.positions[first]
+    if len(batch.owners) > 1 and often(draw, 3):
+        # Another request of the same number in a record.
+        batch.owners[-1] = batch.owners[0] + (1 << 24)
+
+
+def _draw_given(draw: Any, batch: _Batch, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows and lengths as the model is given them, most of them right, of as many requests as not."""
+    rows, lens = list(batch.rows), []
+    for r, prefix in enumerate(batch.prefix):
+        first = min(max(batch.offsets[r], 0), len(batch.tokens))
+        lens.append(prefix + max(min(batch.offsets[r + 1], len(batch.tokens)) - first, 0))
+    lens = [(n + (1 << 63)) % (1 << 64) - (1 << 63) for n in lens]
+    for _ in range(draw(st.integers(0, 3)) if rows else 0):
+        r, what = draw(st.integers(0, len(rows) - 1)), draw(st.integers(0, 3))
+        rows[r] ^= what % 2
+        lens[r] ^= what // 2
+    spare = draw(st.sampled_from([0, 0, 0, -1, 3]))
+    if spare < 0:
+        return int64(rows[:spare]), int64(lens[:spare])
+    return int64(rows + [0] * spare), int64(lens + [int(n) for n in rng.integers(0, 9, spare)])
+
+
 def _distinct(rows: list[int]) -> list[int]:
     """The same row twice in one write is undefined: later ones become padding."""
     return [0 if r in rows[:i] else r for i, r in enumerate(rows)]
 
 
 def _give_up_shared_tokens(batch: _Batch, count: int) -> None:
-    """Send to the padding slot every token that several requests would write, and repeats of a slot."""
+    """Send to the padding slot every token that several requests would write, and what of nobody knows which is last.
+
+    That is a slot that comes again behind the plan's last offset.
+    """
     owners: Counter[int] = Counter()
-    for r, row in enumerate(batch.rows[: max(count, 0)]):
+    count = min(max(count, 0), len(batch.rows))
+    for r, row in enumerate(batch.rows[:count]):
         if 0 < row < len(batch.tails):
             owners.update(range(max(batch.offsets[r], 0), min(batch.offsets[r + 1], len(batch.slots))))
+    end = min(max(batch.offsets[count], 0), len(batch.slots))
     seen: set[int] = set()
     for j, slot in enumerate(batch.slots):
-        if owners[j] > 1 or slot in seen:
+        if owners[j] > 1 or (j >= end and slot in seen):
             batch.slots[j] = 0
         seen.add(slot)

@@ -65,6 +65,10 @@ EXPECTED_TOKENS: Mapping[str, ArgumentSpec] = {
     "token_offset": ScalarSpec(type=int, default=0, doc="added to a position to look its token up; 1: EAGLE drafts"),
 }
 
+TOKEN_TABLE = TensorSpec(
+    dtype=torch.int32, shape=("num_rows", "max_len"), role="inout", row_strided=True, doc="tokens of each row"
+)
+
 # Tokens of several requests, one behind the other.
 SEGMENTS: Mapping[str, ArgumentSpec] = {
     "flat": TensorSpec(dtype=torch.int64, shape=("total",), doc="tokens of all requests"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kv_canary.specs.arguments import SEGMENTS, STATUS
+from kv_canary.specs.arguments import SEGMENTS, STATUS, TOKEN_TABLE
 from kv_canary.specs.interface import KernelSpec, TensorSpec, are_distinct
 
 SPEC = KernelSpec(
@@ -17,9 +17,7 @@ SPEC = KernelSpec(
     arguments={
         **SEGMENTS,
         "starts": TensorSpec(dtype=torch.int64, shape=("bs",), optional=True, doc="first position; None: 0"),
-        "pool": TensorSpec(
-            dtype=torch.int32, shape=("num_rows", "max_len"), role="inout", row_strided=True, doc="token pool"
-        ),
+        "pool": TOKEN_TABLE,
         "status": STATUS,
     },
     # No row twice.

@@ -15,18 +15,20 @@ class ViolationRow(NamedTuple):
         reasons: of `Reason`, summed.
         slot: that was read or written; the seed's for PREFIX.
         row: of the tables.
-        position: that was expected there; the last one of the prefix for PREFIX.
+        position: that was expected there; the last one of the prefix for PREFIX; the tokens that it has behind the
+            forward for BATCH.
         identity: word 0 of the record that was read, or is being stored.
         token: that was expected, or -1.
         chain: word 1 of the record that was read, or is being stored.
         expected_chain: where it was checked; the row's tail for PREFIX.
         kv: word 2 of the record that was read, or is being stored.
         observed_kv: fingerprints of the bytes that lie there, where they were checked.
-        writer: word 3 of the record that was read, or is being replaced.
+        writer: word 3 of the record that was read, or is being replaced; of a token that another one of its forward
+            takes the slot from, that one's.
         step: of the canary.
-        previous: slot of the position before; of a write, the seed's.
+        previous: slot of the position before; of a write, the seed's; the row that the model was given for BATCH.
         owner: of a write, whose it is.
-        spare: 0.
+        given: the length that the model was given for BATCH.
     """
 
     tag: int = 0
@@ -44,7 +46,7 @@ class ViolationRow(NamedTuple):
     step: int = 0
     previous: int = 0
     owner: int = 0
-    spare: int = 0
+    given: int = 0
 
     @property
     def stored_position(self) -> int:

@@ -22,29 +22,20 @@ def max_tiles(sizes: Sizes) -> int:
 
 
 def _has_one_outcome(arguments: Mapping[str, Any]) -> bool:
-    """Whether no row comes twice, and no slot but for the same record by the same owner.
-
-    Two records are the same where both chains begin alike and went over the same tokens at the same positions.
-    """
-    plan, tails = arguments["write_plan"], arguments["tails"]
+    """Whether no row comes twice, no stored token is of two requests, and none behind the offsets shares a slot."""
+    plan, num_rows, num_tokens = arguments["write_plan"], len(arguments["tails"]), len(arguments["input_ids"])
     count = min(max(int(plan.num_requests), 0), len(plan.rows))
-    if not are_distinct(plan.rows[:count], len(tails)):
+    if not are_distinct(plan.rows[:count], num_rows):
         return False
-    num_slots, offsets, chains = len(arguments["endpoint"].records), plan.offsets.tolist(), tails.tolist()
-    tokens = list(zip(*(arguments[name].tolist() for name in ("out_slots", "input_ids", "positions")), strict=True))
-    # The chains as a trie: a number for each node, by the node before it, token and position.
-    nodes: dict[tuple[Any, ...], int] = {}
-    stored: dict[int, tuple[int, int]] = {}
+    offsets, written = plan.offsets.clamp(0, num_tokens).tolist(), torch.zeros(num_tokens, dtype=torch.int64)
     for r, row in enumerate(plan.rows[:count].tolist()):
-        if not 0 < row < len(chains):
-            continue
-        node = nodes.setdefault((chains[row],), len(nodes))
-        for slot, token, position in tokens[max(offsets[r], 0) : max(offsets[r + 1], 0)]:
-            node = nodes.setdefault((node, token, position), len(nodes))
-            record = (node, int(plan.owners[r]))
-            if 0 < slot < num_slots and stored.setdefault(slot, record) != record:
-                return False
-    return True
+        if 0 < row < num_rows:
+            written[offsets[r] : offsets[r + 1]] += 1
+    slots = arguments["out_slots"]
+    written[(slots <= 0) | (slots >= len(arguments["endpoint"].records))] = 0
+    behind = slots[offsets[count] :][written[offsets[count] :] > 0].tolist()
+    stored = slots[written > 0].tolist()
+    return bool((written < 2).all()) and all(stored.count(slot) == 1 for slot in behind)
 
 
 SPEC = KernelSpec(
@@ -53,8 +44,11 @@ SPEC = KernelSpec(
 
     Each request's chain starts from its tail and advances over all its tokens. Behaves as if every seed were read
     before anything is stored; a seed whose chain is not the tail is a PREFIX violation. A token for slot 0 is not
-    stored, one for a slot outside the pool is a SLOT_RANGE violation; WRITE_POSITION, WRITE_TOKEN and OVERWRITE are
-    reported and stored all the same. `counters[tag]` grows by (1, records stored).
+    stored, one for a slot outside the pool is a SLOT_RANGE violation; WRITE_POSITION, WRITE_TOKEN and OVERWRITE of an
+    old record are reported and stored all the same. Where several flat inputs before the plan's last offset have one
+    slot, only the last of them is stored, if it is a request's; the others are OVERWRITE where that one has another
+    owner, or but for a ring another identity, or is nobody's. A request whose row or length is not the one that was
+    given is BATCH. `counters[tag]` grows by (1, records stored).
     """,
     arguments={
         "write_plan": StructSpec(type=WritePlan, doc="segments, seeds and owners"),
@@ -70,7 +64,26 @@ SPEC = KernelSpec(
         "expected_input_ids": TensorSpec(
             dtype=torch.int64, shape=("num_tokens",), optional=True, doc="what input_ids should be"
         ),
-        "track_lifetime": ScalarSpec(type=bool, default=False, doc="report OVERWRITE of another owner's record"),
+        "given_rows": TensorSpec(
+            dtype=torch.int64,
+            shape=("num_given",),
+            optional=True,
+            with_="given_lens",
+            doc="row of each request as the model is given it; None, or fewer: not checked",
+        ),
+        "given_lens": TensorSpec(
+            dtype=torch.int64,
+            shape=("num_given",),
+            optional=True,
+            with_="given_rows",
+            doc="its length as the model is given it, new tokens included",
+        ),
+        "track_lifetime": ScalarSpec(
+            type=bool, default=False, doc="report OVERWRITE: of another owner's record, and of two tokens in one slot"
+        ),
+        "ring": ScalarSpec(
+            type=bool, default=False, doc="a request's tokens may take the slots of its own earlier ones"
+        ),
         **FINDINGS,
         "tile_sums": TensorSpec(
             dtype=torch.int64, shape=("write_cap", max_tiles), role="scratch", doc="what a tile adds to the chain"

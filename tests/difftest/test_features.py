@@ -326,7 +326,7 @@ def test_generators_reach_every_feasible_pair() -> None:
             both = [pair for pair in gaps if all(op in FEATURES[name].ops for name in pair)]
             for giant in (False, True):
                 if any(giant == ("rows:giant" in pair) for pair in both):
-                    isolated = cases(giant=giant) if op != "chain_tails" else cases()
+                    isolated = cases(giant=giant)
                     draw(isolated.map(lambda a, op=op: [(op, get_spec(op).bind(a))]), number, healthy=False)
     assert coverage.gaps() == [], coverage.summary()
     assert set(impossible.pairs) <= feasible_pairs()

@@ -377,15 +377,12 @@ def test_a_defined_write_never_becomes_an_undefined_one() -> None:
 
     def fails(candidate: Call) -> bool:
         asked.append(spec.has_one_outcome(candidate))
-        stored = on_reference("write", candidate)["counters"] - candidate["counters"]
-        every = int(stored[:, 1].sum()) == len(candidate["out_slots"])
-        return every and candidate["out_slots"].tolist().count(5) > 1 and 9 in candidate["input_ids"].tolist()
+        return candidate["out_slots"].tolist().count(5) > 1 and 9 in candidate["input_ids"].tolist()
 
     smallest = minimize(spec, call, fails)
     assert len(asked) > 20
     assert all(asked)
-    # One 9 were enough to fail, but two tokens for one slot have no defined outcome.
-    assert smallest["input_ids"][smallest["out_slots"] == 5].tolist() == [9, 9]
+    assert smallest["input_ids"].tolist().count(9) == 1
 
 
 @pytest.mark.parametrize(
@@ -400,12 +397,13 @@ def test_a_defined_write_never_becomes_an_undefined_one() -> None:
     ],
 )
 def test_writes_with_two_outcomes_are_told(field: str, index: int, value: int) -> None:
+    """Two tokens for one slot have one, whatever they are; two requests of one row or one token have not."""
     spec, call = get_spec("write"), write_of_two_segments()
     call["write_plan"].owners[1] = 3
     assert spec.has_one_outcome(spec.bind(call))
     tensor = call[field] if field in call else getattr(call["write_plan"], field)
     tensor[index] = value
-    assert not spec.has_one_outcome(spec.bind(call))
+    assert spec.has_one_outcome(spec.bind(call)) == (field not in ("rows", "offsets"))
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def chain_of(token: int, *, tail: int) -> int:
     """The chain of a token at position 0 behind `tail`."""
     tails, status = int64(0, 0), torch.zeros(1, dtype=torch.int32)
     segment = {"flat": int64(token), "offsets": int64(0, 1), "rows": int64(1), "starts": int64(0)}
-    IMPLEMENTATIONS["chain_tails"](**segment, anchors=int64(0, tail), tails=tails, status=status)
+    IMPLEMENTATIONS["chain_tails"](**segment, anchors=int64(0, tail), tails=tails, pool=None, status=status)
     return int(tails[1])
 
 

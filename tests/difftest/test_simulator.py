@@ -101,8 +101,8 @@ def test_a_step_makes_its_calls_in_order() -> None:
     made = prefill(engine, arrived(engine))
     ops = [op for op, _ in made]
     head = ["plan", "verify"] * 2
-    assert ops[: len(head) + 2] == ["chain_tails", "scatter_token_ids", *head]
-    assert ops[len(head) + 2 :][:4] == ["write", "verify"] * 2
+    assert ops[: len(head) + 1] == ["chain_tails", *head]
+    assert ops[len(head) + 1 :][:4] == ["write", "verify"] * 2
 
 
 def test_a_fused_step_makes_its_calls_in_order() -> None:
@@ -111,7 +111,7 @@ def test_a_fused_step_makes_its_calls_in_order() -> None:
     for _ in range(2):
         made = run(engine, engine.step({request: max(engine.remaining(request), 1)}))
         ops = [op for op, _ in made if op != "retire"]
-        assert ops == ["chain_tails", "scatter_token_ids", *["verify_prefixes"] * 2, *["write", "verify_resolved"] * 2]
+        assert ops == ["chain_tails", *["verify_prefixes"] * 2, *["write", "verify_resolved"] * 2]
     # In the second step nine positions in the pool, of which six behind the LUT; ten tokens are written.
     assert memory.counters[[kc.Tag.HEAD_FULL, kc.Tag.HEAD_SWA]].tolist() == [[2, 9], [2, 6]]
     assert memory.counters[[kc.Tag.TAIL_FULL, kc.Tag.TAIL_SWA]].tolist() == [[4, 9 + 10], [4, 6 + 10]]
@@ -121,7 +121,7 @@ def test_a_fused_step_makes_its_calls_in_order() -> None:
 def test_where_tail_has_a_plan_of_its_own_nothing_is_fused() -> None:
     engine, _ = started(**RINGS, fused=True)
     made = prefill(engine, arrived(engine, fresh=12))
-    assert {op for op, _ in made} == {"chain_tails", "scatter_token_ids", "plan", "verify", "write"}
+    assert {op for op, _ in made} == {"chain_tails", "plan", "verify", "write"}
 
 
 @examples
