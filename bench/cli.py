@@ -1,4 +1,4 @@
-"""`kv-canary bench`: how fast the ops are, beside what memory can do and beside a peer."""
+"""`kv-canary bench`: how fast the ops are, beside what memory can do and beside a peer; and what an engine pays."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kv_canary.commands.group import LazyGroup
+
 if TYPE_CHECKING:
     from kv_canary.bench.speed.cases import Case
     from kv_canary.bench.speed.run import Settings
@@ -17,7 +19,31 @@ TRACES = "KV_CANARY_TRACES"
 FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
-@click.command()
+class _Bench(LazyGroup):
+    """A group whose first command is meant where none is named."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or args[0] not in {*self.list_commands(ctx), *ctx.help_option_names}:
+            args = ["ops", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_Bench, elsewhere={"engine": "kv_canary.bench.serving.cli:engine"})
+def bench() -> None:
+    """Time the ops, or what the canary costs an engine that serves.
+
+    Without a command: `ops`, whose options and cases may follow at once.
+
+    \b
+    Examples:
+      kv-canary bench --quick
+      kv-canary bench --peer sglang --json h200_peer.json
+      kv-canary bench ops --help
+      kv-canary bench engine --models 1b --modes none,ours,sgl
+    """
+
+
+@bench.command()
 @click.argument("cases", nargs=-1)
 @click.option("--list", "listing", is_flag=True, help="List the cases and their groups, and measure nothing.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to run. [default: cuda where there is one]")
@@ -60,7 +86,7 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
     help="Put table and pictures between the marks of this page, a README say; pictures as --plots has them.",
 )
 @click.option("--commit", help="The commit measured, for the JSON. [default: what git says]")
-def bench(
+def ops(
     cases: tuple[str, ...],
     listing: bool,
     device: str | None,

@@ -83,6 +83,11 @@ KINDS = {
         sources=("kernels", "kv_canary/specs"),
         command="kv-canary difftest sanitize --json FILE",
     ),
+    "engine_cost": Evidence(
+        files=("h200_engine_cost.json",),
+        sources=(*RUNTIME, "bench/serving"),
+        command="kv-canary bench engine --json FILE",
+    ),
     "demo": Evidence(files=("h200_demo.json",), sources=RUNTIME, command="kv-canary demo --device cuda --json FILE"),
     "peer": Evidence(
         files=("h200_peer.json",),

@@ -135,7 +135,8 @@ def test_only_what_the_result_has_is_drawn(tmp_path: Path) -> None:
 
 
 def test_help_teaches_and_the_list_lists() -> None:
-    text = command("--help").output
+    assert "Examples:" in command("--help").output
+    text = command("ops", "--help").output
     assert "Examples:" in text
     assert "Exit codes: 0 all is well, 1 a result was wrong, 2 misuse." in text
     lines = command("--list").output.splitlines()

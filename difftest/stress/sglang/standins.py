@@ -24,9 +24,17 @@ _ANSWERS: dict[str, Any] = {
 }
 
 
-def use() -> None:
-    """Make the stand-ins importable and select PyTorch's form of the fused operations; before SGLang is imported."""
-    os.environ["SGLANG_FORCE_FUSED_OP_BACKEND"] = "torch"
+def use(*, own_norms: bool = False) -> None:
+    """Make the stand-ins importable; before SGLang is imported.
+
+    Args:
+        own_norms: whether the norms are kernels that SGLang compiles while it runs (which needs nvcc), and its fused
+            operations what it chooses itself; else these are PyTorch's, and slow.
+    """
+    if own_norms:
+        _ANSWERS.update({f"{PACKAGE}.rmsnorm": _rmsnorm, f"{PACKAGE}.fused_add_rmsnorm": _fused_add_rmsnorm})
+    else:
+        os.environ["SGLANG_FORCE_FUSED_OP_BACKEND"] = "torch"
     os.environ["SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK"] = "1"
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
@@ -38,6 +46,20 @@ def patch() -> None:
 
     # A kernel for other devices, whose module wants CUTLASS's Python only to say so.
     DualGemm._select_mode = lambda *_: None
+
+
+def _rmsnorm(x: Any, weight: Any, eps: float = 1e-6, out: Any = None, enable_pdl: Any = None) -> Any:
+    from sglang.kernels.ops.layernorm.norm import rmsnorm
+
+    out = x.new_empty(x.shape) if out is None else out
+    rmsnorm(x, weight, out, eps)
+    return out
+
+
+def _fused_add_rmsnorm(x: Any, residual: Any, weight: Any, eps: float = 1e-6, enable_pdl: Any = None) -> None:
+    from sglang.kernels.ops.layernorm.norm import fused_add_rmsnorm
+
+    fused_add_rmsnorm(x, residual, weight, eps)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

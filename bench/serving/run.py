@@ -1,0 +1,409 @@
+"""The measurement: schedulers side by side on one device, one of which runs at a time, in turns whose order rotates."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing
+from rich.console import Console
+from rich.table import Table
+
+from kv_canary.bench.serving import sharing, worker
+from kv_canary.bench.serving.modes import MODELS, MODES, NONE, Shape
+
+# Seconds that a scheduler may take to start, and to answer.
+_START, _ANSWER = 300, 240
+_HOST_STEPS, _TRACED_STEPS = 64, 28
+# What CUDA graphs' sizes a service needs that has any number of requests.
+_PARTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is measured.
+
+    Args:
+        models, modes: names of `MODELS` and `MODES`.
+        decode, prefill: (requests, context) of each batch.
+        churn: (requests, context, new tokens of each, decode steps); None: not measured.
+        new: tokens that a request of `decode` generates.
+        rounds: turns of everything that is timed.
+        seconds: after which no further round begins.
+        device: "cuda" or "cpu", which checks the benchmark and measures nothing.
+        frozen: see `Spec`.
+        shared: whether schedulers map one copy of weights and KV.
+        out: where logs go.
+    """
+
+    models: Sequence[str]
+    modes: Sequence[str]
+    decode: Sequence[tuple[int, int]]
+    prefill: Sequence[tuple[int, int]]
+    churn: tuple[int, int, int, int] | None
+    new: int
+    rounds: int
+    seconds: float
+    device: str
+    frozen: bool
+    shared: bool
+    out: Path
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One mode in one phase, against none in the same rounds.
+
+    Args:
+        model, phase, shape, mode: of what; a phase is "decode", "prefill" or "churn".
+        ratio, low, high: tokens per second against none of the same round: median, least and most.
+        best: the fastest round of all against the fastest of none.
+        n: rounds.
+        tokens_per_s, step_ms: medians.
+        longest_step_ms, gc_longest_ms: the worst of all rounds.
+        host_us: what the canary takes of the scheduler's thread, a decode step.
+        stream_us: what its launches take up of the forwards' stream, a decode step; what else the host does meanwhile
+            counts where the stream has nothing to do.
+        operations: device operations of a step that none has not, or has less of: count and microseconds.
+        checks: what has to hold of the mode's results, and does not.
+    """
+
+    model: str
+    phase: str
+    shape: str
+    mode: str
+    ratio: float = 1.0
+    low: float = 1.0
+    high: float = 1.0
+    best: float = 1.0
+    n: int = 0
+    tokens_per_s: float = 0.0
+    step_ms: float | None = None
+    longest_step_ms: float | None = None
+    gc_longest_ms: float | None = None
+    host_us: float | None = None
+    stream_us: float | None = None
+    operations: dict[str, dict[str, float]] = field(default_factory=dict)
+    checks: list[str] = field(default_factory=list)
+
+
+class Scheduler:
+    """One worker, as the measurement sees it."""
+
+    def __init__(self, mode: str, spec: worker.Spec, shared: sharing.Shared | None) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        self.mode, self._log = mode, spec.log
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=worker.serve, args=(spec, theirs, shared), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        """Return what the worker says; RuntimeError where it says nothing in time, or that it has failed."""
+        try:
+            if not self._connection.poll(seconds):
+                raise RuntimeError(f"{self.mode}: no answer in {seconds:.0f} s, see {self._log}")
+            found: dict[str, Any] = self._connection.recv()
+        except EOFError as error:
+            raise RuntimeError(f"{self.mode}: its process has ended, see {self._log}") from error
+        if "error" in found:
+            raise RuntimeError(f"{self.mode}: {found['error']}")
+        return found
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        """Let the worker do something and return what comes of it."""
+        self._connection.send(command)
+        return self.answer(_ANSWER)
+
+    def stop(self) -> None:
+        """End the worker."""
+        with contextlib.suppress(OSError):
+            self._connection.send({"do": "stop"})
+        self._process.join(10)
+        self._process.kill()
+
+
+class Measurement:
+    """All modes of one model.
+
+    Args:
+        model: its name.
+        settings: what is measured.
+        say: shows a line to whoever waits.
+    """
+
+    def __init__(self, model: str, settings: Settings, *, say: Callable[[str], None]) -> None:
+        self._model, self._settings, self._say = model, settings, say
+        self._shape = MODELS[model]
+        self._end = time.monotonic() + settings.seconds
+        self._schedulers: dict[str, Scheduler] = {}
+        self.failed: dict[str, str] = {}
+        self.rows: list[Row] = []
+
+    def run(self) -> None:
+        """Measure everything; what a mode fails at is in `failed`, and the others go on."""
+        settings = self._settings
+        try:
+            self._start()
+            self._rounds("settle", rounds=1)
+            for requests, context in settings.prefill:
+                at = {"requests": requests, "context": context}
+                self._rounds("prefill", rounds=1, **at)
+                found = self._rounds("prefill", **at)
+                self._take("prefill", f"{requests}x{context}", found, {})
+            for requests, context in settings.decode:
+                at = {"requests": requests, "context": context}
+                self._rounds("load", rounds=1, **at)
+                sums = self._rounds("sums", rounds=1, **at)
+                self._rounds("decode", rounds=1, new=settings.new, **at)
+                found = self._rounds("decode", new=settings.new, **at)
+                few = {**at, "new": worker.WARM_UP + _HOST_STEPS}
+                more = [self._rounds("host", rounds=1, events=False, **few)]
+                if settings.device == "cuda":
+                    more.append(self._rounds("host", rounds=1, events=True, **few))
+                    few["new"] = worker.WARM_UP + _TRACED_STEPS
+                    more.append(self._rounds("operations", rounds=1, **few))
+                self._take("decode", f"{requests}x{context}", found, _merged(more), same=_merged([sums]))
+            if settings.churn is not None:
+                requests, context, new, steps = settings.churn
+                at = {"requests": requests, "context": context, "new": new}
+                self._rounds("load", rounds=1, requests=requests, context=context)
+                self._rounds("churn", rounds=1, steps=steps // 2, **at)
+                found = self._rounds("churn", steps=steps, **at)
+                more = [self._rounds("churn", rounds=1, steps=steps // 2, host=True, **at)]
+                self._take("churn", "x".join(map(str, settings.churn)), found, _merged(more))
+            self._check(self._rounds("status", rounds=1))
+        finally:
+            for scheduler in self._schedulers.values():
+                scheduler.stop()
+
+    def _start(self) -> None:
+        settings, shape = self._settings, self._shape
+        batches = [*settings.decode, *settings.prefill, *([settings.churn[:2]] if settings.churn else [])]
+        new = max(settings.new, settings.churn[2] if settings.churn else 0)
+        slots = max(n * (context + new + 8) for n, context in batches) + 4096
+        running = max(n for n, _ in batches)
+        sizes = {n for n, _ in settings.decode}
+        if settings.churn is not None:
+            sizes |= {max(1, settings.churn[0] * part // _PARTS) for part in range(1, _PARTS + 1)}
+        folder = settings.out / f"model-{self._model}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(shape.config()), encoding="utf-8")
+        shared = None
+        if settings.shared and settings.device == "cuda":
+            shared = sharing.allocate(shape, slots=slots, lock=settings.out / "lock")
+        for mode in settings.modes:
+            spec = worker.Spec(
+                model=folder,
+                device=settings.device,
+                environment={**_environment(settings.device, mode), **MODES[mode].environment},
+                arguments={
+                    **_arguments(shape, settings.device, slots=slots, running=running, sizes=sorted(sizes)),
+                    **MODES[mode].arguments,
+                },
+                vocabulary=shape.vocabulary,
+                log=settings.out / f"{self._model}-{mode}.log",
+                frozen=settings.frozen,
+            )
+            self._schedulers[mode] = Scheduler(mode, spec, shared)
+        for mode, scheduler in list(self._schedulers.items()):
+            self._try(mode, lambda s=scheduler: s.answer(_START))  # type: ignore[misc]
+        self._say(f"{self._model}: {', '.join(self._schedulers)} have started")
+
+    def _rounds(self, do: str, *, rounds: int | None = None, **command: Any) -> dict[str, list[dict[str, Any]]]:
+        """Let every scheduler do the same in turn, so many times; return what comes of it, by mode."""
+        found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in self._schedulers}
+        for number in range(rounds or self._settings.rounds):
+            if number and time.monotonic() > self._end:
+                break
+            modes = list(self._schedulers)
+            first = number % max(len(modes), 1)
+            for mode in modes[first:] + modes[:first]:
+                answer = self._try(mode, lambda s=self._schedulers[mode]: s.ask(do=do, **command))  # type: ignore[misc]
+                if answer is not None:
+                    found[mode].append(answer)
+        return {mode: answers for mode, answers in found.items() if mode in self._schedulers}
+
+    def _try(self, mode: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        try:
+            return call()
+        except RuntimeError as error:
+            self.failed[mode] = str(error)
+            self._say(f"{self._model} {mode}: FAILED: {str(error).splitlines()[-1]}")
+            self._schedulers.pop(mode).stop()
+            return None
+
+    def _take(
+        self,
+        phase: str,
+        shape: str,
+        found: Mapping[str, list[dict[str, Any]]],
+        more: Mapping[str, dict[str, Any]],
+        same: Mapping[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Keep a row for each mode."""
+        plain = found.get(NONE, [])
+        for mode, answers in found.items():
+            rates = [a["tokens_per_s"] for a in answers]
+            ratios = [a / b["tokens_per_s"] for a, b in zip(rates, plain, strict=False)]
+            row = Row(model=self._model, phase=phase, shape=shape, mode=mode, n=len(rates))
+            row.tokens_per_s = statistics.median(rates)
+            if ratios:
+                row.ratio, row.low, row.high = statistics.median(ratios), min(ratios), max(ratios)
+                row.best = max(rates) / max(b["tokens_per_s"] for b in plain)
+            if "step_ms" in answers[0]:
+                row.step_ms = statistics.median(a["step_ms"] for a in answers)
+                row.gc_longest_ms = max(a["gc_longest_ms"] for a in answers)
+                row.longest_step_ms = max(
+                    (a["longest_step_ms"] for a in answers if "longest_step_ms" in a), default=None
+                )
+            mine = more.get(mode, {})
+            row.host_us, row.stream_us = mine.get("host_us"), mine.get("stream_us")
+            row.operations = _more_than(mine.get("operations", {}), more.get(NONE, {}).get("operations", {}))
+            for name in ("kv_sums", "slots_sha", "tokens_sha"):
+                theirs = [x.get(name) for x in ((same or {}).get(mode, {}), *answers) if name in x]
+                others = [x.get(name) for x in ((same or {}).get(NONE, {}), *plain) if name in x]
+                if theirs and others and theirs[0] != others[0]:
+                    row.checks.append(f"{name} differ from those of {NONE}")
+            self.rows.append(row)
+            self._say(
+                f"{self._model} {phase} {shape} {mode}: {row.tokens_per_s:,.0f} tokens/s, ratio {row.ratio:.4f} "
+                f"[{row.low:.4f}, {row.high:.4f}], best {row.best:.4f}"
+                + ("" if row.host_us is None else f", host {row.host_us:,.0f} us")
+                + (f"; {'; '.join(row.checks)}" if row.checks else "")
+            )
+
+    def _check(self, found: Mapping[str, list[dict[str, Any]]]) -> None:
+        """See that a healthy engine was found to be that, whole."""
+        for mode, answers in found.items():
+            wrong = []
+            status = answers[0] if answers else {}
+            if status.get("violations"):
+                wrong.append(f"{status['violations']} violations")
+            if status.get("failures"):
+                wrong.append(f"failures: {status['failures']}")
+            for row in self.rows if wrong else ():
+                if row.mode == mode:
+                    row.checks += wrong
+
+
+def measure(settings: Settings, *, say: Callable[[str], None]) -> tuple[list[Row], dict[str, dict[str, str]]]:
+    """Measure every model; return the rows, and by model what has failed."""
+    rows: list[Row] = []
+    failed: dict[str, dict[str, str]] = {}
+    settings.out.mkdir(parents=True, exist_ok=True)
+    for model in settings.models:
+        measurement = Measurement(model, settings, say=say)
+        measurement.run()
+        rows += measurement.rows
+        failed[model] = measurement.failed
+    return rows, failed
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Return the rows as a table for a terminal."""
+    shown = Table(title="tokens per second against no canary, by turns")
+    shown.add_column("batch", no_wrap=True)
+    shown.add_column("mode", no_wrap=True)
+    for column in ("ratio", "range", "best", "host us", "stream us", "device ops", "gc ms"):
+        shown.add_column(column, justify="right")
+    for row in rows:
+        operations = sum(each["count"] for each in row.operations.values())
+        shown.add_row(
+            f"{row.model} {row.phase}\n{row.shape}",
+            f"{row.mode}\nn={row.n}",
+            f"{row.ratio:.3f}",
+            f"{row.low:.3f}\n{row.high:.3f}",
+            f"{row.best:.3f}",
+            *("" if us is None else f"{us:,.0f}" for us in (row.host_us, row.stream_us)),
+            f"{operations:.1f}" if row.operations else "",
+            "" if row.gc_longest_ms is None else f"{row.gc_longest_ms:.1f}",
+        )
+    return shown
+
+
+def result(
+    rows: Sequence[Row], failed: Mapping[str, Mapping[str, str]], facts: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the rows as JSON has them; the first one says where all of them were measured, and what has failed."""
+    found = [asdict(row) for row in rows] or [{}]
+    found[0] |= {**facts, "failed": dict(failed)}
+    return found
+
+
+def new_folder() -> Path:
+    """Return a new folder for logs."""
+    return Path(tempfile.mkdtemp(prefix="kv-canary-bench-"))
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the rows."""
+    Console().print(table(rows))
+
+
+def _environment(device: str, mode: str) -> dict[str, str]:
+    found = {
+        "SGLANG_USE_CPU_ENGINE": "1" if device == "cpu" else "0",
+        "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+        # The other one is compiled for one version of torch.
+        "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
+        "TOKENIZERS_PARALLELISM": "false",
+        "KV_CANARY_MODE": "off",
+    }
+    if device == "cpu" and mode.startswith("sgl"):
+        # SGLang's canary has kernels alone.
+        found |= {"TRITON_INTERPRET": "1", "SGLANG_ON_CPU": "builtin_canary"}
+    return found
+
+
+def _arguments(shape: Shape, device: str, *, slots: int, running: int, sizes: list[int]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "load_format": "dummy",
+        "device": device,
+        "dtype": shape.dtype,
+        "max_total_tokens": slots,
+        "max_running_requests": running,
+        "disable_overlap_schedule": False,
+        "log_level": "warning",
+    }
+    if device == "cpu":
+        return {**found, "chunked_prefill_size": 64}
+    return {
+        **found,
+        "attention_backend": "triton",
+        "mem_fraction_static": 0.9,
+        "disable_cuda_graph": False,
+        "cuda_graph_bs_decode": sizes,
+        "cuda_graph_backend_prefill": "disabled",
+        "chunked_prefill_size": 8192,
+    }
+
+
+def _merged(found: Sequence[Mapping[str, list[dict[str, Any]]]]) -> dict[str, dict[str, Any]]:
+    """Return the first answer of each mode, of several questions together; the first of a name counts."""
+    merged: dict[str, dict[str, Any]] = {}
+    for answers in found:
+        for mode, each in answers.items():
+            if each:
+                merged[mode] = {**each[0], **merged.get(mode, {})}
+    return merged
+
+
+def _more_than(
+    mine: Mapping[str, Mapping[str, float]], plain: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict[str, float]]:
+    """Return of each operation what there is more of than without a canary, from a tenth of one a step on."""
+    found = {}
+    for name, each in mine.items():
+        other = plain.get(name, {"count": 0.0, "us": 0.0})
+        count = each["count"] - other["count"]
+        if count > 0.1:
+            found[name] = {"count": round(count, 2), "us": round(max(each["us"] - other["us"], 0.0), 2)}
+    return found

@@ -1,0 +1,75 @@
+"""`kv-canary bench engine` in its form for a CPU, which checks the benchmark itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from click.testing import CliRunner
+
+from kv_canary.cli import main
+
+SMALL = ["--device", "cpu", "--models", "tiny", "--decode", "4x32", "--prefill", "2x96", "--new", "40", "--rounds", "1"]
+
+
+def test_modes_serve_the_same_and_rows_say_what_they_cost(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    arguments = [
+        *SMALL,
+        "--modes",
+        "none,ours",
+        "--churn",
+        "4x32x24x20",
+        "--json",
+        str(path),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    ran = CliRunner().invoke(main, ["bench", "engine", *arguments])
+    assert ran.exit_code == 0, ran.output
+    rows = json.loads(path.read_text())
+    assert [(r["phase"], r["shape"], r["mode"]) for r in rows] == [
+        (phase, shape, mode)
+        for phase, shape in (("prefill", "2x96"), ("decode", "4x32"), ("churn", "4x32x24x20"))
+        for mode in ("none", "ours")
+    ]
+    assert rows[0]["failed"] == {"tiny": {}}
+    assert rows[0]["sources"]
+    for row in rows:
+        assert row["n"] == 1
+        assert row["checks"] == []
+        assert (row["ratio"] == 1.0) == (row["mode"] == "none")
+        assert 0 < row["low"] <= row["ratio"] <= row["high"]
+    # On a CPU the canary is its references, which take their time.
+    assert {r["mode"]: r["host_us"] > 100 for r in rows if r["phase"] != "prefill"} == {"none": False, "ours": True}
+
+
+def test_a_mode_that_fails_is_said_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_CANARY_STRIDE", "-7")
+    path = tmp_path / "cost.json"
+    arguments = [*SMALL, "--modes", "none,ours", "--json", str(path), "--out", str(tmp_path / "out")]
+    ran = CliRunner().invoke(main, ["bench", "engine", *arguments])
+    assert ran.exit_code == 1
+    rows = json.loads(path.read_text())
+    assert {r["mode"] for r in rows} == {"none"}
+    assert list(rows[0]["failed"]["tiny"]) == ["ours"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--modes", "ours"], "must have none among them"),
+        (["--modes", "none,theirs"], "must be of none, ours"),
+        (["--decode", "4"], "--decode: must be 2 numbers"),
+        (["--decode", "4xa"], "must be numbers as in 256x1024"),
+        (["--churn", "4x32"], "--churn: must be 4 numbers"),
+    ],
+)
+def test_misuse_is_told_and_ends_with_2(arguments: list[str], said: str) -> None:
+    ran = CliRunner().invoke(main, ["bench", "engine", *arguments])
+    assert ran.exit_code == 2
+    assert said in " ".join(ran.output.split())
