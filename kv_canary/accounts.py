@@ -169,6 +169,10 @@ class Accounts:
         Raises:
             CanaryViolationError: in raise mode, if there is anything to report.
         """
+        if not findings.total and not findings.rows:
+            # As nearly always.
+            self._tell_steps([self._take_step(step) for step in findings.steps])
+            return
         seen = dict.fromkeys((row.step, row.row) for row in findings.rows)
         verdicts = {key: self._was_discarded(*key) for key in seen}
         rows = [row for row in findings.rows if not verdicts[row.step, row.row]]
@@ -197,9 +201,7 @@ class Accounts:
             incidents = self._desk.take(rows, reports=reports, total=total)
             for report in reports:
                 self._tell(report)
-        for step in facts:
-            for observer in self.observers:
-                self._call(observer.on_step, step)
+        self._tell_steps(facts)
         if total and self._config.mode == "raise":
             raise CanaryViolationError(reports, total, incidents)
 
@@ -283,6 +285,11 @@ class Accounts:
             discarded=self._discarded,
             stride=1 if record is None else record.stride,
         )
+
+    def _tell_steps(self, facts: Sequence[StepFacts]) -> None:
+        for step in facts:
+            for observer in self.observers:
+                self._call(observer.on_step, step)
 
     def _tell(self, report: ViolationReport) -> None:
         if self._on_report is not None:

@@ -35,6 +35,8 @@ class _Seen:
     def __init__(self, max_rows: int) -> None:
         self.owners, self.identities, self.lengths = (np.zeros(max_rows, np.int64) for _ in range(3))
         self.steps = np.full(max_rows, -2, np.int64)
+        # The last composition, by its number, and the step that it was in.
+        self.last = 0, -2
 
 
 class Budget:
@@ -69,18 +71,20 @@ class Budget:
 
     def strides(self, forward: str, requests: BatchRequests, *, step: int) -> Int64s:
         """Return the stride of each request, and note that it is in this step."""
-        rows, ones = requests.rows, np.ones(len(requests), np.int64)
         if not self.may_skip:
-            return ones
+            return np.ones(len(requests), np.int64)
+        rows, number = requests.rows, requests.composition.number
         seen = self._seen.get(forward)
         if seen is None:
             seen = self._seen[forward] = _Seen(self._max_rows)
-        went_on = (seen.owners[rows] == requests.owners) & (seen.steps[rows] >= step - 1)
-        went_on &= seen.identities[rows] == requests.composition.identities
-        went_on &= requests.prefix <= seen.lengths[rows]
-        seen.owners[rows], seen.identities[rows] = requests.owners, requests.composition.identities
+        went_on = requests.prefix <= seen.lengths[rows]
+        if seen.last != (number, step - 1):
+            went_on &= (seen.owners[rows] == requests.owners) & (seen.steps[rows] >= step - 1)
+            went_on &= seen.identities[rows] == requests.composition.identities
+            seen.owners[rows], seen.identities[rows] = requests.owners, requests.composition.identities
+        seen.last = number, step
         seen.steps[rows], seen.lengths[rows] = step, requests.prefix + requests.extend
-        return np.where(went_on, self.stride, ones)
+        return np.where(went_on, self.stride, 1)
 
     def forget(self, forward: str) -> None:
         """Take in that a forward was given up: what was its turn may not have been verified."""

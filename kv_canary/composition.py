@@ -157,7 +157,7 @@ class BatchRequests(Sequence[ForwardRequest]):
         """Return the own token before each of `ends` of the requests number `which`; None: ask for them one by one."""
         members = self.composition.members
         if self._newest is not None and np.array_equal(ends, self.prefix[which]):
-            return self._newest[which]
+            return self._newest if len(which) == len(self._newest) else self._newest[which]
         if len(which) != len(members):
             members = tuple(members[i] for i in which.tolist())
         return self.composition.source.newest(members, ends)

@@ -16,13 +16,17 @@ import torch
 from kv_canary import ops
 from kv_canary.composition import BatchRequests, ForwardRequest, Int64s
 from kv_canary.errors import must_be
-from kv_canary.launches import NO_NUMBERS, ForwardInputs, GroupLaunches, Shape, VerifiedEntries
+from kv_canary.launches import ForwardInputs, GroupLaunches, ModelInputs, Shape, VerifiedEntries
 from kv_canary.pools import BufferGroup
 from kv_canary.replays import layout_of, round_up
 from kv_canary.specs.structures import WritePlan
+from kv_canary.state import MOST_REPLAYED, Advance
 
 if TYPE_CHECKING:
     from kv_canary.manager import CanaryManager
+
+# The requests of a forward that nothing is known of, or that is none.
+_NOBODY = BatchRequests.of(())
 
 
 def relied_on(requests: BatchRequests, group: BufferGroup) -> int:
@@ -44,6 +48,9 @@ class ForwardBatch:
         expected_input_ids: [tokens] that the model should be given, for WRITE_TOKEN; -1 where that is not known. None:
             the requests' own tokens where `CanaryConfig.check_inputs` is on, else not checked.
         check_positions: whether positions must continue the prefix; not so in a warm-up.
+        rows, lengths: [requests] on the device, the row and the length (new tokens included) of each request as the
+            attention backend is given them, for BATCH; None: not checked.
+        is_given_at_tail: whether `tail` is told where the model has read all of these; they are not copied before.
     """
 
     requests: Sequence[ForwardRequest]
@@ -53,6 +60,9 @@ class ForwardBatch:
     tables: Mapping[str, torch.Tensor]
     expected_input_ids: torch.Tensor | None = None
     check_positions: bool = True
+    rows: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    is_given_at_tail: bool = False
 
     @functools.cached_property
     def arrays(self) -> BatchRequests:
@@ -68,12 +78,14 @@ class CapturedForward:
         requests, tokens: what it was captured for; a batch may have fewer.
         tables: address, shape and strides of each group's table, by name.
         expects_tokens: whether the input ids to expect are among its inputs.
+        is_given: whether rows and lengths are, as the attention backend is given them.
     """
 
     requests: int
     tokens: int
     tables: Mapping[str, tuple[int, torch.Size, tuple[int, ...]]]
     expects_tokens: bool
+    is_given: bool
 
 
 class Phase(Enum):
@@ -114,12 +126,21 @@ class SingleForwardManager:
         self._batch: ForwardBatch | None = None
         self.groups = tuple(groups)
         self._inputs = ForwardInputs(manager.limits, manager.device)
-        self._launches = [GroupLaunches(manager, g, self._inputs, inner=inner) for g in groups]
+        self._launches = [
+            GroupLaunches(manager, g, self._inputs, inner=inner, checks_given=not number)
+            for number, g in enumerate(groups)
+        ]
         self._shape = Shape()
         self._new_tokens = 0
         self._tails_status = torch.zeros(1, dtype=torch.int32, device=manager.device)
         # A captured graph keeps the addresses of the buffers.
         self._sizes_are_final = False
+        # The number of a composition whose rows have been checked.
+        self._checked = 0
+        # What brings rows up to their prefixes, as long as it has not been launched.
+        self._advance: Advance | None = None
+        # Whether what the model is given is taken at TAIL.
+        self._is_late = False
         self._replays = manager.new_replays()
         # Captures that failed: their graphs have no HEAD and TAIL, or not both.
         self._unusable: weakref.WeakSet[CapturedForward] = weakref.WeakSet()
@@ -139,7 +160,13 @@ class SingleForwardManager:
 
     @contextmanager
     def capturing(
-        self, *, requests: int, tokens: int, tables: Mapping[str, torch.Tensor], expects_tokens: bool | None = None
+        self,
+        *,
+        requests: int,
+        tokens: int,
+        tables: Mapping[str, torch.Tensor],
+        expects_tokens: bool | None = None,
+        is_given: bool = False,
     ) -> Iterator[CapturedForward]:
         """Prepare for a capture: inside the block call `head`, the model and `tail` under `torch.cuda.graph`.
 
@@ -150,6 +177,7 @@ class SingleForwardManager:
             requests, tokens: the largest batch that the graph serves.
             tables: the engine's tables, by group name, where they will lie at every replay.
             expects_tokens: whether batches will say which input ids to expect; None: as `CanaryConfig.check_inputs` is.
+            is_given: whether batches will say which rows and lengths the attention backend is given.
         """
         self._expect(Phase.IDLE, "capturing")
         self._manager.expect_idle(f"forward {self.name}: capturing")
@@ -162,10 +190,11 @@ class SingleForwardManager:
                 raise ValueError(must_be(f"forward {self.name}", argument, f"in [1, {most}]", str(value)))
         self._check_names(tables, tables)
         expects_tokens = self._manager.config.check_inputs if expects_tokens is None else expects_tokens
-        self._shape = Shape(requests=requests, tokens=tokens, expects_tokens=expects_tokens)
+        self._shape = Shape(requests=requests, tokens=tokens, expects_tokens=expects_tokens, is_given=is_given)
+        self._inputs.in_place = None
         self._new_tokens, self._sizes_are_final = tokens, True
         with torch.inference_mode(False):
-            self._inputs.post(NO_NUMBERS, requests=requests)
+            self._inputs.post(self._numbers(_NOBODY), requests=requests, step=self._manager.step)
             for launches in self._launches:
                 launches.table = tables[launches.group.name]
                 launches.out_slots.zero_()
@@ -176,6 +205,7 @@ class SingleForwardManager:
             tokens=tokens,
             tables={name: layout_of(table) for name, table in tables.items()},
             expects_tokens=expects_tokens,
+            is_given=is_given,
         )
         try:
             if self._manager.is_off:
@@ -237,11 +267,15 @@ class SingleForwardManager:
         self._manager.expect_idle(f"forward {self.name}: begin")
         self._check(batch, captured)
         try:
-            strides = self._manager.begin_forward(self, batch.arrays)
+            strides, advance = self._manager.begin_forward(
+                self, batch.arrays, may_wait=captured is None and not self.inner
+            )
+            self._advance = advance
             self._manager.take_in_gaps(self, batch)
             self._manager.perturb(batch)
             self._prepare(batch, captured, strides=strides)
         except BaseException:
+            self._give_up_advance()
             self._manager.abort_forward(self)
             raise
         self._captured, self._batch = captured, batch
@@ -250,10 +284,11 @@ class SingleForwardManager:
     def _skip(self, out_slots: Mapping[str, torch.Tensor], captured: CapturedForward | None) -> None:
         """Let the forward go by unwatched from here on."""
         self._batch, self._captured, self._phase = None, None, Phase.SKIPPED
+        self._give_up_advance()
         if captured is not None and captured not in self._unusable:
             # The graph is about to be replayed: its HEAD and TAIL must find nothing to do.
             with self._manager.guard.contain(f"forward {self.name}: taking a batch back"):
-                self._inputs.post(NO_NUMBERS, requests=captured.requests)
+                self._inputs.post(self._numbers(_NOBODY), requests=captured.requests, step=self._manager.step)
         with self._manager.guard.contain(f"forward {self.name}: skip"):
             self._manager.skip_forward(self, out_slots)
 
@@ -264,27 +299,30 @@ class SingleForwardManager:
         expected = batch.expected_input_ids
         if expected is None and manager.config.check_inputs:
             expected = manager.oracle.expected(requests, offset=self.groups[0].token_offset)
+        if self._advance is not None and self._replays.rounds_up:
+            self._advance = self._advance.rounded(max_rows=manager.limits.max_requests)
         self._shape = self._shape_of(batch, captured, expects_tokens=expected is not None)
-        there = requests.there
-        columns = (
-            requests.rows,
-            requests.owners,
-            requests.prefix,
-            requests.extend,
-            manager.state.known_lens(requests),
-            strides,
-            there,
-            requests.prefix - there + 1,
+        self._inputs.post(
+            self._numbers(requests, strides),
+            requests=self._shape.requests,
+            step=manager.step,
+            check_positions=batch.check_positions,
+            advance=self._advance,
+            flat=0 if self._shape.advances is None else self._shape.advances[0],
         )
-        self._inputs.post(columns, requests=self._shape.requests, check_positions=batch.check_positions)
         if self._shape.has_pending:
             self._inputs.mark_pending()
-        self._copy_inputs(batch.input_ids, batch.positions)
+        self._inputs.in_place = None
+        # HEAD needs none of it, but to hold the input ids against others, and for records of its own.
+        has_heads_own = any(x.group.pool.head_records is not None for x in self._launches)
+        self._is_late = batch.is_given_at_tail and captured is None and expected is None
+        self._is_late = self._is_late and not (has_heads_own or self.inner)
+        if not self._is_late:
+            self._take_inputs(batch)
         if expected is not None:
             _copy(self._inputs.known, expected)
         for launches in self._launches:
             name = launches.group.name
-            _copy(launches.out_slots, batch.out_slots[name])
             if captured is None:
                 launches.table = batch.tables[name]
             launches.prepare(
@@ -293,6 +331,24 @@ class SingleForwardManager:
                 sizes_are_final=self._sizes_are_final,
             )
 
+    def _numbers(self, requests: BatchRequests, strides: Int64s | None = None) -> dict[str, Int64s]:
+        """Return what launches are told of each request, by name."""
+        manager = self._manager
+        numbers = {
+            "rows": requests.rows,
+            "owners": requests.owners,
+            "prefix": requests.prefix,
+            "extend": requests.extend,
+        }
+        if manager.budget.may_skip:
+            numbers["strides"] = np.ones_like(requests.rows) if strides is None else strides
+        if manager.state.lookahead:
+            numbers["known_lens"] = manager.state.known_lens(requests)
+        if requests.pending is not None:
+            numbers["there"] = requests.there
+            numbers["from_there"] = requests.prefix - requests.there + 1
+        return numbers
+
     def _shape_of(self, batch: ForwardBatch, captured: CapturedForward | None, *, expects_tokens: bool) -> Shape:
         """Return the shape of the launches for a batch.
 
@@ -300,12 +356,22 @@ class SingleForwardManager:
         padding.
         """
         requests, tokens, limits = len(batch.requests), self._new_tokens, self._manager.limits
+        advance, advances = self._advance, None
+        if advance is not None:
+            flat = len(advance.flat)
+            advances = round_up(flat, MOST_REPLAYED) if self._replays.rounds_up else flat, len(advance.rows)
         if captured is not None:
             requests, tokens = captured.requests, captured.tokens
         elif self._replays.rounds_up:
             requests, tokens = round_up(requests, limits.max_requests), round_up(tokens, limits.max_tokens)
-        has_pending = batch.arrays.pending is not None
-        return Shape(requests=requests, tokens=tokens, expects_tokens=expects_tokens, has_pending=has_pending)
+        return Shape(
+            requests=requests,
+            tokens=tokens,
+            expects_tokens=expects_tokens,
+            has_pending=batch.arrays.pending is not None,
+            is_given=batch.rows is not None,
+            advances=advances,
+        )
 
     def head(self, *, input_ids: torch.Tensor | None = None, positions: torch.Tensor | None = None) -> None:
         """Resolve the slots that the model is about to read, and verify their records and bytes.
@@ -319,20 +385,24 @@ class SingleForwardManager:
             self._expect(Phase.BEGUN, "head")
             self._copy_inputs(input_ids, positions)
             self._replays.run(("head", *self._key()), self._launch_head)
+            self._advance = None
             self._phase = Phase.HEAD
         if part.failed:
             self._skip_rest()
 
-    def tail(self, *, input_ids: torch.Tensor | None = None) -> None:
+    def tail(self, *, input_ids: torch.Tensor | None = None, given: ModelInputs | None = None) -> None:
         """Record the tokens that the model has written, then verify the slots that HEAD resolved.
 
         Args:
             input_ids: [tokens] on the device, where the model was given others than HEAD.
+            given: what the model has read, where the batch `is_given_at_tail`; None: the batch's own tensors.
         """
         if self._phase is Phase.SKIPPED:
             return
         with self._manager.guard.contain(f"forward {self.name}: TAIL") as part:
             self._expect(Phase.HEAD, "tail")
+            if self._is_late and self._batch is not None:
+                self._take_given(self._batch, given)
             self._copy_inputs(input_ids, None)
             self._replays.run(("tail", *self._key()), self._launch_tail)
             self._phase = Phase.TAIL
@@ -347,7 +417,28 @@ class SingleForwardManager:
             # Called out of turn, or while a graph is captured: nothing was to be written.
             self._phase = Phase.SKIPPED
 
+    def _give_up_advance(self) -> None:
+        """Take in that rows were not brought up to their prefixes."""
+        if self._advance is not None:
+            self._manager.state.forget(self._advance.rows)
+            self._advance = None
+
+    def _launch_advance(self) -> None:
+        manager, advance = self._manager, self._advance
+        if advance is not None:
+            flat, offsets, rows, starts = self._inputs.advance
+            ops.chain_tails(
+                flat=flat,
+                offsets=offsets,
+                rows=rows,
+                starts=starts,
+                **advance.where,
+                status=self._tails_status,
+                backend=manager.backend,
+            )
+
     def _launch_head(self) -> None:
+        self._launch_advance()
         if self._shape.expects_tokens:
             self._inputs.complete_expected(self._shape.tokens)
         for launches in self._launches:
@@ -365,7 +456,9 @@ class SingleForwardManager:
         """What tells whether HEAD and TAIL would launch the same as before, on the same memory."""
         tokens = self._manager.state.token_pool
         where = () if tokens is None else layout_of(tokens)
-        return self._shape, where, *(launches.memory for launches in self._launches)
+        in_place = self._inputs.in_place
+        given = () if in_place is None else in_place.addresses
+        return self._shape, where, given, *(launches.memory for launches in self._launches)
 
     def end(self) -> None:
         """Hand the step's findings over, to be read one step later. Outside any graph."""
@@ -379,6 +472,7 @@ class SingleForwardManager:
             try:
                 for launches in self._launches:
                     self._manager.unverified.written(launches.group.pool, launches.out_slots[: self._new_tokens])
+                self._is_late = False
                 self._manager.end_forward(self, self._batch)
             except BaseException:
                 self._manager.abort_forward(self)
@@ -393,14 +487,15 @@ class SingleForwardManager:
             return
         with self._manager.guard.contain(f"forward {self.name}: abort"):
             try:
+                self._give_up_advance()
                 for launches in self._launches:
-                    slots, pool = launches.out_slots[: self._new_tokens], launches.group.pool
+                    slots, pool = self._slots_of(launches), launches.group.pool
                     self._manager.doubt(pool, slots)
                     pool.take_back_head(slots)
             finally:
                 self._manager.abort_forward(self)
 
-    @property
+    @functools.cached_property
     def statuses(self) -> list[tuple[str, int, int]]:
         """Of each group: its name, and the numbers of its status words: of the last plan, and of earlier ones."""
         return [(x.group.name, x.status, x.earlier_status) for x in self._launches]
@@ -433,14 +528,47 @@ class SingleForwardManager:
         """The segments that HEAD planned last, by group name: static buffers, which its next HEAD fills anew."""
         return {x.group.name: x.write_plan for x in self._launches}
 
-    @property
-    def launches(self) -> dict[int, int]:
+    @functools.cached_property
+    def launches(self) -> Mapping[int, int]:
         """Launches of HEAD and TAIL together, by tag."""
         counts: dict[int, int] = {}
         for launches in self._launches:
             for tag, count in launches.launches.items():
                 counts[tag] = counts.get(tag, 0) + count
         return counts
+
+    def _take_inputs(self, batch: ForwardBatch) -> None:
+        """Copy what the model is given."""
+        self._copy_inputs(batch.input_ids, batch.positions)
+        for launches in self._launches:
+            _copy(launches.copied_slots, batch.out_slots[launches.group.name])
+        for buffer, tensor in ((self._inputs.given_rows, batch.rows), (self._inputs.given_lens, batch.lengths)):
+            if tensor is not None:
+                _copy(buffer, tensor)
+
+    def _slots_of(self, launches: GroupLaunches) -> torch.Tensor:
+        """Return the slots that a forward that is given up may have written."""
+        if self._is_late and self._batch is not None:
+            return self._batch.out_slots[launches.group.name].to(self._manager.device, torch.int64)
+        return launches.out_slots[: self._new_tokens]
+
+    def _take_given(self, batch: ForwardBatch, given: ModelInputs | None) -> None:
+        """Read what the model was given in place, where it stays there, or copy it.
+
+        Raises:
+            ValueError: it is less than the batch has.
+        """
+        if given is None or not given.is_in_place:
+            self._take_inputs(batch)
+            return
+        needed = len(batch.arrays), self._new_tokens
+        for what, least, room in zip(("requests", "tokens"), needed, given.room, strict=True):
+            if room < least:
+                expected = f"of at least {least} {what}"
+                raise ValueError(must_be(f"forward {self.name}", "given", expected, str(room)))
+        if (given.rows is None) != (batch.rows is None):
+            raise ValueError(must_be(f"forward {self.name}", "given rows", "as in the batch", "otherwise"))
+        self._inputs.in_place = given
 
     def _copy_inputs(self, input_ids: torch.Tensor | None, positions: torch.Tensor | None) -> None:
         for buffer, tensor in ((self._inputs.input_ids, input_ids), (self._inputs.positions, positions)):
@@ -481,6 +609,9 @@ class SingleForwardManager:
             if captured.expects_tokens != expects:
                 expected = "given" if captured.expects_tokens else "left out"
                 raise ValueError(must_be(part, "expected_input_ids", f"{expected}, as captured", "the other"))
+            if captured.is_given != (batch.rows is not None):
+                expected = "given" if captured.is_given else "left out"
+                raise ValueError(must_be(part, "rows", f"{expected}, as captured", "the other"))
         flat = {
             "input_ids": batch.input_ids,
             "positions": batch.positions,
@@ -495,15 +626,24 @@ class SingleForwardManager:
                 raise ValueError(must_be(part, argument, expected, str(list(tensor.shape))))
             if tensor.dtype not in (torch.int32, torch.int64):
                 raise TypeError(must_be(part, argument, "of dtype int32 or int64", str(tensor.dtype)))
+        for argument, tensor, other in (("rows", batch.rows, batch.lengths), ("lengths", batch.lengths, batch.rows)):
+            if (tensor is None) != (other is None):
+                raise ValueError(must_be(part, argument, "given together with the other", "one of them"))
+            if tensor is not None and tensor.shape != (len(batch.requests),):
+                expected = f"of shape [{len(batch.requests)}] (the requests)"
+                raise ValueError(must_be(part, argument, expected, str(list(tensor.shape))))
         self._check_numbers(batch.arrays, captured)
 
     def _check_numbers(self, requests: BatchRequests, captured: CapturedForward | None) -> None:
         """Check rows and lengths."""
-        rows, prefix = requests.rows, requests.prefix
-        if len(np.unique(rows)) != len(rows):
-            expected = "different for every request"
-            raise ValueError(must_be(f"forward {self.name}", "rows", expected, str(rows.tolist())))
-        wrong = (rows <= 0) | (rows >= self._manager.limits.max_rows) | (prefix < 0) | (requests.extend < 0)
+        rows, prefix, number = requests.rows, requests.prefix, requests.composition.number
+        wrong = (prefix < 0) | (requests.extend < 0)
+        if number != self._checked:
+            if len(np.unique(rows)) != len(rows):
+                expected = "different for every request"
+                raise ValueError(must_be(f"forward {self.name}", "rows", expected, str(rows.tolist())))
+            wrong |= (rows <= 0) | (rows >= self._manager.limits.max_rows)
+            self._checked = 0 if wrong.any() else number
         if requests.pending is not None:
             wrong |= (requests.pending < 0) | (requests.pending > (prefix if captured is None else 0))
         if wrong.any():

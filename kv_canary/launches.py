@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+import functools
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +18,62 @@ from kv_canary.pools import BufferGroup
 from kv_canary.replays import layout_of
 from kv_canary.specs.structures import Endpoint, ResolvedSlots, VerifyPlan, WritePlan
 from kv_canary.specs.write import max_tiles
+from kv_canary.state import MOST_REPLAYED, Advance
 
 if TYPE_CHECKING:
     from kv_canary.manager import CanaryManager
     from kv_canary.state import Tails
 
-# Columns of numbers that the host sends of every request; and those of no request.
+# Columns of numbers that the host sends of every request, at most.
 _NUMBER_COLUMNS = 8
-NO_NUMBERS: Sequence[Sequence[int]] = ((),) * _NUMBER_COLUMNS
 
 # Verify entries that a group has room for before a forward needs more.
 _FEW_ENTRIES = 1024
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelInputs:
+    """What the model is given, where it reads it: the tensors of a CUDA graph, say, once they are filled.
+
+    Args:
+        input_ids, positions: [tokens].
+        out_slots: [tokens] per group name.
+        rows, lengths: [requests], the row of each request and its length with the new tokens, as the attention backend
+            is given them; None: not checked.
+        stays: whether all of it lies there at every forward: then it is read in place, and not copied. Tensors that are
+            not int64 are copied all the same. To be made once, and given at every forward.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_slots: Mapping[str, torch.Tensor]
+    rows: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    stays: bool = False
+
+    @functools.cached_property
+    def flat(self) -> dict[str, torch.Tensor]:
+        """Every tensor by its name."""
+        named = {"input_ids": self.input_ids, "positions": self.positions, "rows": self.rows, "lengths": self.lengths}
+        named |= {f"out_slots[{name}]": slots for name, slots in self.out_slots.items()}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @functools.cached_property
+    def is_in_place(self) -> bool:
+        """Whether launches can read all of it where it is."""
+        return self.stays and all(t.dtype == torch.int64 and t.is_contiguous() for t in self.flat.values())
+
+    @functools.cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Where it is."""
+        return tuple(t.data_ptr() for t in self.flat.values())
+
+    @functools.cached_property
+    def room(self) -> tuple[int, int]:
+        """How many requests and how many tokens it has room for."""
+        of_requests = [len(t) for t in (self.rows, self.lengths) if t is not None]
+        tokens = min(len(t) for t in (self.input_ids, self.positions, *self.out_slots.values()))
+        return min(of_requests, default=tokens), tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +84,17 @@ class Shape:
         requests, tokens: how many they take; a batch may have fewer.
         expects_tokens: whether the input ids are held against those to expect.
         has_pending: whether some of a prefix is produced by this very forward.
+        is_given: whether rows and lengths are held against those that the model is given.
+        advances: tokens and requests of the launch that brings rows up to their prefixes before HEAD; None: there is
+            none.
     """
 
     requests: int = 0
     tokens: int = 0
     expects_tokens: bool = False
     has_pending: bool = False
+    is_given: bool = False
+    advances: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,45 +124,73 @@ class ForwardInputs:
     """What the host says of a forward, and what the model is given, where launches read it.
 
     Attributes:
-        rows, owners, known_lens, strides: int64 [requests].
+        rows, owners, known_lens, strides: int64 [requests]; strides may be None.
         lengths: of the prefixes and of what comes.
         arriving: of what is there before the forward, and of what is not yet: all that `pending` says, and one more.
         is_pending: bool [requests], where some of the prefix is yet to come.
         check_positions: int32 [1].
+        step: int64 [1], its number.
+        advance: flat tokens, offsets, rows and starts of `Shape.advances`.
         input_ids, positions: int64 [max_tokens] that the model is given.
+        given_rows, given_lens: int64 [max_requests] likewise.
+        in_place: what TAIL reads instead of copies; None: the copies.
         known, expected: int64 [max_tokens] that it should be given: what is known of it, -1 elsewhere; and all of it.
     """
 
     def __init__(self, limits: CanaryLimits, device: torch.device) -> None:
         n, t = limits.max_requests, limits.max_tokens
-        self._mailbox = Mailbox(device, words=_NUMBER_COLUMNS * (n + n % 2) + 2)
+        # It never grows: graphs keep its address.
+        self._mailbox = Mailbox(device, words=(_NUMBER_COLUMNS + 3) * (n + 2) + MOST_REPLAYED + 4)
         self.is_pending = torch.zeros(n, dtype=torch.bool, device=device)
         self._unknown = torch.zeros(t, dtype=torch.bool, device=device)
         self.input_ids, self.positions, self.known, self.expected = (
             torch.zeros(t, dtype=torch.int64, device=device) for _ in range(4)
         )
-        self.post(NO_NUMBERS, requests=1)
+        self.given_rows, self.given_lens = (torch.zeros(n, dtype=torch.int64, device=device) for _ in range(2))
+        self.in_place: ModelInputs | None = None
+        self.arriving: Lengths | None = None
 
-    def post(self, columns: Sequence[Numbers], *, requests: int, check_positions: bool = True) -> None:
+    def post(
+        self,
+        numbers: Mapping[str, Numbers],
+        *,
+        requests: int,
+        step: int,
+        check_positions: bool = True,
+        advance: Advance | None = None,
+        flat: int = 0,
+    ) -> None:
         """Send the numbers of a batch, zeros (padding) behind them.
 
         Args:
-            columns: of each request the row, owner, prefix and extend lengths, known length, stride, and the lengths
-                that `arriving` holds.
+            numbers: of each request, by name: `rows`, `owners`, `prefix`, `extend`; and `strides`, `known_lens` where
+                they are not the prefixes, `there` and `from_there` (what `arriving` holds), as far as they are needed.
             requests: of the launches.
+            step: its number.
             check_positions: whether positions must continue the prefix.
+            advance: what is launched before HEAD.
+            flat: tokens of that launch, with what is padding.
         """
-        widths = (requests,) * len(columns)
-        posted = self._mailbox.post(*columns, (int(check_positions),), widths=(*widths, 2))
-        self.rows, self.owners, prefix, extend, self.known_lens, self.strides, there, from_there, check = posted
-        self.lengths = Lengths(prefix=prefix, extend=extend)
-        self.arriving = Lengths(prefix=there, extend=from_there)
-        self.check_positions = check.view(torch.int32)[:1]
+        lists: tuple[Numbers, ...] = ()
+        widths = [requests] * len(numbers) + [2, 2]
+        if advance is not None:
+            lists = advance.flat, advance.offsets, advance.rows, advance.starts
+            widths += [flat, *map(len, lists[1:])]
+        posted = self._mailbox.post(*numbers.values(), (int(check_positions),), (step,), *lists, widths=widths)
+        there = dict(zip(numbers, posted, strict=False))
+        self.rows, self.owners = there["rows"], there["owners"]
+        self.lengths = Lengths(prefix=there["prefix"], extend=there["extend"])
+        self.known_lens, self.strides = there.get("known_lens", there["prefix"]), there.get("strides")
+        if "there" in there:
+            self.arriving = Lengths(prefix=there["there"], extend=there["from_there"])
+        check, at = posted[len(numbers) : len(numbers) + 2]
+        self.advance, self.step, self.check_positions = posted[len(numbers) + 2 :], at[:1], check.view(torch.int32)[:1]
 
     def mark_pending(self) -> None:
         """Set `is_pending`."""
         n = len(self.rows)
-        torch.ne(self.lengths.prefix, self.arriving.prefix, out=self.is_pending[:n])
+        if self.arriving is not None:
+            torch.ne(self.lengths.prefix, self.arriving.prefix, out=self.is_pending[:n])
 
     def complete_expected(self, tokens: int) -> None:
         """Set what the model should be given: what nobody knows is as it is."""
@@ -132,15 +211,18 @@ class GroupLaunches:
         group: the group.
         inputs: of the forward.
         inner: see `SingleForwardManager`.
+        checks_given: whether it is this group's write that holds rows and lengths against those that were given.
     """
 
-    def __init__(self, manager: CanaryManager, group: BufferGroup, inputs: ForwardInputs, *, inner: bool) -> None:
+    def __init__(
+        self, manager: CanaryManager, group: BufferGroup, inputs: ForwardInputs, *, inner: bool, checks_given: bool
+    ) -> None:
         self.group = group
-        self._manager, self._inputs, self._inner = manager, inputs, inner
+        self._manager, self._inputs, self._inner, self._checks_given = manager, inputs, inner, checks_given
         self._capacities = manager.capacities(group)
         requests, tokens = self._capacities.requests, self._capacities.tokens
         device = manager.device
-        self.out_slots = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self.copied_slots = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.table = torch.zeros(1, 1, dtype=torch.int32, device=device)
         self.write_plan = WritePlan.allocate(write_cap=requests, device=device)
         self.room = min(_FEW_ENTRIES, self._capacities.entries)
@@ -184,6 +266,12 @@ class GroupLaunches:
         """Make buffers for all that the engine's limits allow: graphs will keep their addresses."""
         self.room = max(self.room, self._capacities.entries)
         self.prepare(needed=0, has_pending=False, sizes_are_final=True)
+
+    @property
+    def out_slots(self) -> torch.Tensor:
+        """The slots that the forward writes, where launches read them."""
+        in_place = self._inputs.in_place
+        return self.copied_slots if in_place is None else in_place.out_slots[self.group.name]
 
     @property
     def memory(self) -> Hashable:
@@ -252,8 +340,8 @@ class GroupLaunches:
             window=self.group.window,
             lut=self.group.lut,
             **self._tokens(n),
-            strides=inputs.strides[:n] if manager.budget.may_skip else None,
-            step=manager.state.step,
+            strides=inputs.strides,
+            step=inputs.step,
             endpoint=self._endpoint(at_tail=False),
             anchors=manager.state.anchors,
             track_lifetime=manager.config.track_lifetime,
@@ -275,7 +363,7 @@ class GroupLaunches:
             resolved=self._resolved,
             endpoint=self._endpoint(at_tail=True),
             anchors=manager.state.anchors,
-            step=manager.state.step,
+            step=self._inputs.step,
             # A request that ends while its last step runs may have its slots freed before TAIL.
             track_lifetime=False,
             violations=manager.state.violations,
@@ -322,8 +410,8 @@ class GroupLaunches:
             after_write=after_write,
             lut=self.group.lut,
             **self._tokens(n),
-            strides=inputs.strides[:n] if manager.budget.may_skip else None,
-            step=manager.state.step if manager.budget.may_skip else None,
+            strides=inputs.strides,
+            step=inputs.step if manager.budget.may_skip else None,
             verify_plan=verify_plan,
             write_plan=write_plan,
             status=status,
@@ -337,7 +425,7 @@ class GroupLaunches:
             verify_plan=plan,
             endpoint=self._endpoint(at_tail=at_tail),
             anchors=manager.state.anchors,
-            step=manager.state.step,
+            step=self._inputs.step,
             # As in `_verify_resolved`.
             track_lifetime=manager.config.track_lifetime and not at_tail,
             violations=manager.state.violations,
@@ -346,19 +434,31 @@ class GroupLaunches:
         )
 
     def _write(self, shape: Shape, *, at_tail: bool) -> None:
-        manager, inputs, t = self._manager, self._inputs, shape.tokens
+        manager, inputs = self._manager, self._inputs
         tag = self.group.tail_tag if at_tail else self.group.head_tag
+        # Tensors of the model's may be shorter than a rounded shape, and hold all tokens.
+        t = min(shape.tokens, len(self.out_slots))
+        input_ids, positions = inputs.input_ids, inputs.positions
+        rows: torch.Tensor | None = inputs.given_rows
+        lens: torch.Tensor | None = inputs.given_lens
+        if inputs.in_place is not None:
+            input_ids, positions = inputs.in_place.input_ids, inputs.in_place.positions
+            rows, lens = inputs.in_place.rows, inputs.in_place.lengths
+        is_given = shape.is_given and at_tail and self._checks_given
         ops.write(
             write_plan=self.write_plan,
-            input_ids=inputs.input_ids[:t],
-            positions=inputs.positions[:t],
+            input_ids=input_ids[:t],
+            positions=positions[:t],
             out_slots=self.out_slots[:t],
             endpoint=manager.endpoint(self.group, tag, with_bytes=True),
             tails=self.tails(),
-            step=manager.state.step,
+            step=inputs.step,
             check_positions=inputs.check_positions,
             expected_input_ids=inputs.expected[:t] if shape.expects_tokens else None,
+            given_rows=rows if is_given else None,
+            given_lens=lens if is_given else None,
             track_lifetime=manager.config.track_lifetime,
+            ring=self.group.ring,
             violations=manager.state.violations,
             # HEAD's own writes are counted apart: what HEAD verified is what its tag counts.
             counters=manager.state.counters if at_tail else manager.state.head_writes,

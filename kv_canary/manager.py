@@ -32,7 +32,7 @@ from kv_canary.replays import Replays, capture_graph
 from kv_canary.reports import CanaryViolationError, Incident, ViolationReport
 from kv_canary.rows import OwnerNames
 from kv_canary.specs.structures import Endpoint
-from kv_canary.state import CanaryDeviceState
+from kv_canary.state import Advance, CanaryDeviceState
 from kv_canary.summary import CanarySummary
 from kv_canary.sweep import CachedSlots, Sweeper
 from kv_canary.transfer import record_prefix
@@ -409,10 +409,13 @@ class CanaryManager:
             checks_inputs = batch.expected_input_ids is not None or self.config.check_inputs
             self.perturber.before(batch, step=self._number, checks_inputs=checks_inputs, cached=self._cached)
 
-    def begin_forward(self, forward: SingleForwardManager, requests: BatchRequests) -> Int64s:
-        """Report what earlier steps found, bring tails up and return the strides; called by the forward's `begin`.
+    def begin_forward(
+        self, forward: SingleForwardManager, requests: BatchRequests, *, may_wait: bool
+    ) -> tuple[Int64s, Advance | None]:
+        """Report what earlier steps found, and bring tails up; called by the forward's `begin`.
 
-        What it raises the forward takes to `abort_forward`.
+        Return the strides, and with `may_wait` the launch that the forward has to make before HEAD. What is raised the
+        forward takes to `abort_forward`.
         """
         self.unverified.settle_debts()
         if self._open is None:
@@ -432,8 +435,10 @@ class CanaryManager:
             fresh = BatchRequests.of(
                 [r for r in requests if {step.inner.pop((o, r.row), None) for o in offsets} != {r.prefix_len}]
             )
+        # What is taken in anew is taken in behind it, and before HEAD.
+        may_wait = may_wait and not any(self.unverified.has_gaps(g.pool) for g in forward.groups)
         try:
-            self.state.advance(fresh, backend=self.backend)
+            advance = self.state.advance(fresh, backend=self.backend, may_wait=may_wait)
         except BaseException:
             # How far the rows have come is not known; from here on they are brought up from their first token.
             self.state.forget(fresh.rows)
@@ -442,7 +447,7 @@ class CanaryManager:
             self.state.branch(fresh.rows, offsets)
         step.forwards.append(requests)
         step.relied_on += sum(relied_on(requests, g) for g in forward.groups)
-        return self.budget.strides(forward.name, requests, step=step.number)
+        return self.budget.strides(forward.name, requests, step=step.number), advance
 
     def take_in_gaps(self, forward: SingleForwardManager, batch: ForwardBatch) -> None:
         """Record anew what a forward is about to read and nobody has recorded; called by its `begin`."""
@@ -515,7 +520,7 @@ class CanaryManager:
     def begin_capture(self, forward: SingleForwardManager) -> None:
         """Take in that launches follow which belong to no step; called by a forward's `capturing`."""
         self._running = forward
-        self.state.step.fill_(self._number)
+        self.state.number = self._number
         self.state.finalize_table(self.limits.max_len)
 
     def end_capture(self) -> None:
@@ -571,7 +576,7 @@ class CanaryManager:
         if self.ranks is not None:
             self.ranks.begin(self._number + 1)
         self._number += 1
-        self.state.step.fill_(self._number)
+        self.state.number = self._number
         self._open = self.accounts.begin_step(self._number, stride=self.budget.stride)
 
     def _end_step(self) -> None:

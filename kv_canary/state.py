@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,8 +17,8 @@ from kv_canary.replays import Replays, layout_of, round_up
 from kv_canary.specs.structures import ViolationLog
 from kv_canary.specs.violation_row import VIOLATION_WORDS
 
-# Tokens of a launch that may be replayed.
-_MOST_REPLAYED = 4096
+# Tokens of a launch that may be replayed, or wait for HEAD.
+MOST_REPLAYED = 4096
 
 # Of all forwards and groups together, two each.
 MAX_STATUSES = 256
@@ -37,19 +38,28 @@ class _Progress:
     def __init__(self, max_rows: int) -> None:
         self._owners, self._identities, self._lengths = (np.zeros(max_rows, np.int64) for _ in range(3))
         self._row_of: dict[int, int] = {}
+        # The number of a composition all of whose requests have their rows; 0: it is not known of any.
+        self._whole = 0
 
     def behind(self, requests: BatchRequests) -> tuple[Int64s, Int64s]:
         """Return which requests' rows are not at their prefixes, and the lengths to go on from."""
-        rows, prefix = requests.rows, requests.prefix
+        rows, prefix, composition = requests.rows, requests.prefix, requests.composition
         lengths = self._lengths[rows]
-        goes_on = self._owners[rows] == requests.owners
-        goes_on &= self._identities[rows] == requests.composition.identities
-        which = np.flatnonzero(~goes_on | (lengths != prefix))
-        starts = np.where(goes_on & (lengths <= prefix), lengths, 0)[which]
+        if composition.number != self._whole:
+            goes_on = self._owners[rows] == requests.owners
+            goes_on &= self._identities[rows] == composition.identities
+            if not goes_on.all():
+                which = np.flatnonzero(~goes_on | (lengths != prefix))
+                return which, np.where(goes_on & (lengths <= prefix), lengths, 0)[which]
+            self._whole = composition.number
+        which = np.flatnonzero(lengths != prefix)
+        starts = lengths[which]
+        starts[starts > prefix[which]] = 0
         return which, starts
 
     def forget(self, rows: Int64s) -> None:
         """Let `rows` start anew."""
+        self._whole = 0
         for values in (self._owners, self._identities, self._lengths):
             values[rows] = 0
 
@@ -64,6 +74,10 @@ class _Progress:
     def advanced(self, requests: BatchRequests, which: Int64s) -> None:
         """Note that the rows of these requests are at their prefixes."""
         rows, owners = requests.rows[which], requests.owners[which]
+        if requests.composition.number == self._whole:
+            self._lengths[rows] = requests.prefix[which]
+            return
+        self._whole = 0
         for row, owner in zip(*self._changed_hands(rows, owners), strict=True):
             self._row_of.pop(int(self._owners[row]), None)
             # A request that has moved leaves nothing behind that it could go on from when it comes back.
@@ -76,6 +90,29 @@ class _Progress:
     def _changed_hands(self, rows: Int64s, owners: Int64s) -> tuple[list[int], list[int]]:
         changed = self._owners[rows] != owners
         return rows[changed].tolist(), owners[changed].tolist()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Advance:
+    """What brings rows up to their prefixes: a launch of `chain_tails` that has not been made yet.
+
+    Args:
+        flat, offsets, rows, starts: its lists, on the host.
+        where: its tensors.
+    """
+
+    flat: Int64s
+    offsets: Int64s
+    rows: Int64s
+    starts: Int64s
+    where: Mapping[str, torch.Tensor]
+
+    def rounded(self, *, max_rows: int) -> Advance:
+        """Return the same with a rounded number of requests; those past the others are padding, without tokens."""
+        more = round_up(len(self.rows), max_rows) - len(self.rows)
+        offsets = np.concatenate([self.offsets, np.full(more, self.offsets[-1])])
+        rows, starts = (np.concatenate([x, np.zeros(more, np.int64)]) for x in (self.rows, self.starts))
+        return Advance(flat=self.flat, offsets=offsets, rows=rows, starts=starts, where=self.where)
 
 
 class Tails:
@@ -128,11 +165,15 @@ class CanaryDeviceState:
         self._statuses = self.words[FIRST_STATUS:].view(torch.int32)
         self._num_statuses = 0
         self.head_writes = torch.zeros_like(self.counters)
-        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        # Of the step: known on the host, and brought to the device where something other than a forward asks for it.
+        self.number = 0
+        self._step, self._step_there = torch.zeros(1, dtype=torch.int64, device=device), 0
         self.anchors = torch.full((max_rows,), ANCHOR, dtype=torch.int64, device=device)
         self.tails = {o: Tails(max_rows=max_rows, offset=o, device=device) for o in sorted(set(offsets))}
         self.token_pool = torch.zeros(max_rows, max_len, dtype=torch.int32, device=device) if keep_tokens else None
-        self._tokens = _Progress(max_rows)
+        # Where no group's slots hold a later token, one launch brings up tails and tokens alike.
+        self._together = set(self.tails) == {0}
+        self._tokens = self.tails[0].progress if self._together else _Progress(max_rows)
         self._anchored = np.zeros(max_rows, np.int64)
         # False: nobody knows which identity a row's chain starts from.
         self._is_anchored = np.ones(max_rows, np.bool_)
@@ -141,6 +182,14 @@ class CanaryDeviceState:
         self._mailbox = Mailbox(device, words=4 * max_rows)
         self._replays = replays or Replays(None)
         self._max_rows = max_rows
+
+    @property
+    def step(self) -> torch.Tensor:
+        """The step number, int64 [1]."""
+        if self._step_there != self.number:
+            self._step_there = self.number
+            self._step.fill_(self.number)
+        return self._step
 
     def new_status(self) -> int:
         """Return the number of a status word that nobody has.
@@ -169,10 +218,11 @@ class CanaryDeviceState:
         """Tokens past a request's prefix that some group's slots hold."""
         return max(self.tails)
 
-    def advance(self, requests: BatchRequests, *, backend: str | None) -> None:
+    def advance(self, requests: BatchRequests, *, backend: str | None, may_wait: bool = False) -> Advance | None:
         """Bring anchors, tails and tokens of every request's row up to its prefix, from the request's own tokens.
 
-        A row that changed hands, or whose prefix shrank, restarts from 0.
+        A row that changed hands, or whose prefix shrank, restarts from 0. With `may_wait`, the launch that does it is
+        returned where it is a small one: it is to be made before anything reads tails or tokens, or `forget` called.
 
         Raises:
             ValueError: a request gives fewer tokens than it was asked for; then no row has changed.
@@ -183,19 +233,33 @@ class CanaryDeviceState:
             for tails, which, starts in behind
             if len(which)
         ]
-        missing, starts = self._tokens.behind(requests) if self.token_pool is not None else _NOBODY
+        apart = self.token_pool is not None and not self._together
+        missing, starts = self._tokens.behind(requests) if apart else _NOBODY
         tokens = _segments(requests, missing, starts, more=self.lookahead) if len(missing) else None
         # Only now, so that a history that could not be had leaves every row as it was.
         self._anchor(requests)
         for tails, which, lists in segments:
-            self._run("chain_tails", lists, {"anchors": self.anchors, "tails": tails.chains}, backend)
+            where = {"anchors": self.anchors, "tails": tails.chains}
+            if self._together and self.token_pool is not None:
+                where["pool"] = self._token_pool_for(requests, which)
             tails.progress.advanced(requests, which)
-        if tokens is not None and self.token_pool is not None:
-            longest = int(requests.prefix[missing].max()) + self.lookahead
-            if longest > self.token_pool.shape[1] and not self._table_is_final:
-                self.token_pool = widen(self.token_pool, longest)
-            self._run("scatter_token_ids", tokens, {"pool": self.token_pool}, backend)
+            if may_wait and self._together and len(lists[0]) <= MOST_REPLAYED:
+                flat, offsets, rows, starts = lists
+                return Advance(flat=flat, offsets=offsets, rows=rows, starts=starts, where=where)
+            self._run("chain_tails", lists, where, backend)
+        if tokens is not None:
+            self._run("scatter_token_ids", tokens, {"pool": self._token_pool_for(requests, missing)}, backend)
             self._tokens.advanced(requests, missing)
+        return None
+
+    def _token_pool_for(self, requests: BatchRequests, which: Int64s) -> torch.Tensor:
+        """Return the token table, with room for the tokens of these requests where it may still grow."""
+        if self.token_pool is None:
+            raise RuntimeError("kv-canary: the token table must be kept, got none")
+        longest = int(requests.prefix[which].max()) + self.lookahead
+        if longest > self.token_pool.shape[1] and not self._table_is_final:
+            self.token_pool = widen(self.token_pool, longest)
+        return self.token_pool
 
     def forget(self, rows: Int64s) -> None:
         """Take in that it is not known how far these rows have come: they start anew."""
@@ -212,9 +276,9 @@ class CanaryDeviceState:
         """Launch an op on flat tokens, offsets, rows and starts; `where` are its other tensors."""
         flat, offsets, rows, starts = lists
         tokens, requests = len(flat), len(rows)
-        few = tokens <= _MOST_REPLAYED
+        few = tokens <= MOST_REPLAYED
         if few and self._replays.rounds_up:
-            tokens, requests = round_up(tokens, _MOST_REPLAYED), round_up(requests, self._max_rows)
+            tokens, requests = round_up(tokens, MOST_REPLAYED), round_up(requests, self._max_rows)
             # The requests past the others are padding, and have no tokens.
             offsets = np.concatenate([offsets, np.full(requests - len(rows), offsets[-1])])
         posted = self._mailbox.post(flat, offsets, rows, starts, widths=(tokens, requests + 1, requests, requests))
@@ -276,6 +340,11 @@ def _segments(
     """Return flat tokens, offsets, rows and starts of what is missing up to each prefix, and `more` tokens of it."""
     rows, firsts, lasts = requests.rows[which], starts + offset, requests.prefix[which] + offset + more
     counts = lasts - firsts
+    if len(which) == len(requests) and (counts == 1).all():
+        # As most steps are: the list is the same, and all have grown by one token.
+        newest = requests.newest(which, lasts)
+        if newest is not None:
+            return newest, np.arange(len(which) + 1), rows, starts
     offsets = np.zeros(len(which) + 1, np.int64)
     np.cumsum(counts, out=offsets[1:])
     flat = np.empty(offsets[-1], np.int64)

@@ -201,6 +201,10 @@ class Unverified:
         for r in requests:
             looks[r.row] = (r.owner, r.identity, self._markings, r.prefix_len + r.extend_len)
 
+    def has_gaps(self, pool: KvPool) -> bool:
+        """Whether some slot of a pool may be a gap, which `take_in` would take in."""
+        return pool in self._gaps
+
     def look_again(self, rows: Iterable[int]) -> None:
         """Take in that what these rows of the tables name may have changed, by the engine's prefix cache, say."""
         for looks in self._looks.values():

@@ -42,6 +42,10 @@ def cause_of_one(
 ) -> str:
     """Guess the cause of one violation from its reasons."""
     position = row.position
+    if Reason.BATCH in reasons:
+        if row.previous != row.row:
+            return "the batch on the device is of other requests than that on the host: rows swapped, or stale"
+        return f"the length on the device is off by {row.given - position}: stale, or advanced too early or too late"
     if Reason.PREFIX in reasons:
         return (
             "the row's cached prefix is not this request's own: a stale or wrong prefix hit, or a table row that "

@@ -15,7 +15,7 @@ from kv_canary.reports.report import StoredRecord, ViolationReport
 from kv_canary.specs.violation_row import ViolationRow
 
 # Only writes have these.
-WRITES = Reason.WRITE_TOKEN | Reason.WRITE_POSITION | Reason.OVERWRITE | Reason.PREFIX
+WRITES = Reason.WRITE_TOKEN | Reason.WRITE_POSITION | Reason.OVERWRITE | Reason.PREFIX | Reason.BATCH
 
 
 class Decoder:
@@ -78,7 +78,8 @@ class Decoder:
             "expected_token": row.token if row.token >= 0 else None,
             "expected_chain": row.expected_chain & MASK64 if row.expected_chain else None,
             "observed_kv": row.observed_kv & MASK64 if row.observed_kv else None,
-            "previous_slot": row.previous,
+            "previous_slot": 0 if Reason.BATCH in reasons else row.previous,
+            "given": (row.previous, row.given) if Reason.BATCH in reasons else None,
             "places": _places(groups[0], reasons, record),
             # It names no token, and what is damaged shows in the words as they are.
             "cause": cause_of_one(reasons, found, record, request_id, groups[0], is_write=writing),
@@ -149,6 +150,11 @@ def _places(group: BufferGroup, reasons: Reason, record: StoredRecord | None) ->
 
 
 def _sentence(report: Mapping[str, Any], writing: bool) -> str:
+    if report["given"] is not None:
+        text = (
+            f"step {report['step']} {report['tag']}: {who(report['request_id'], report['row'])} is given to the model: "
+        )
+        return f"{text}{' + '.join(report['reasons'])}.{details(report, writing)} Likely: {report['cause']}."
     doing = "writes" if writing else "reads"
     text = f"step {report['step']} {report['tag']}: {who(report['request_id'], report['row'])} {doing} "
     text += f"position {report['position']} in slot {report['slot']}"
@@ -159,13 +165,19 @@ def _sentence(report: Mapping[str, Any], writing: bool) -> str:
 def details(report: Mapping[str, Any], writing: bool) -> str:
     """Return the sentences on what lies in the slot of a report and what was expected there; "" for none."""
     record: StoredRecord | None = report["record"]
+    if report["given"] is not None:
+        row, length = report["given"]
+        return f" Given: row {row}, {length} tokens; its own: row {report['row']}, {report['position']} tokens."
     text = f" Changed: {'; '.join(report['places'])}." if report["places"] else ""
     if record is None:
         return text
     by = by_whom(record)
     if writing and "PREFIX" not in report["reasons"]:
-        verb = "Not stored" if "SLOT_RANGE" in report["reasons"] else "Stored"
+        taken = "OVERWRITE" in report["reasons"] and record.step == report["step"]
+        verb = "Not stored" if taken or "SLOT_RANGE" in report["reasons"] else "Stored"
         text += f" {verb}: token {record.token} at position {record.position}"
+        if taken:
+            return f"{text}: {by} writes there in the same step."
         return text + (f", over a record of {by} (step {record.step})." if record.owner else ".")
     how = "freed" if record.retired else "written"
     known = report["expected_token"] is not None

@@ -259,10 +259,15 @@ class IncidentTracker:
         return opened
 
     def _grown(self, cluster: Cluster, name: str | None, step: int) -> _Open | None:
-        """Return the incident that the cluster is more of: the same request and kind, or a chain broken behind it."""
+        """Return the incident that the cluster is more of: the same request and kind, or a chain broken behind it.
+
+        What is wrong with a batch is so for all of its requests.
+        """
         for opened in reversed(self._open.values()):
             if step - opened.last_step > GROWS_WITHIN or opened.kind[0] != cluster.kind[0]:
                 continue
+            if cluster.kind[1] == Reason.BATCH and opened.kind == cluster.kind:
+                return opened
             if opened.is_of(name) and (opened.kind == cluster.kind or _is_behind(cluster, opened)):
                 return opened
         return None
@@ -322,6 +327,11 @@ def _sentence(opened: _Open, positions: Ranges, slots: Ranges, followers: Ranges
     names = opened.requests
     verb = "write" if writing else "read"
     text = f"incident {opened.number}: step {opened.first_step} {' + '.join(t.name for t in sorted(opened.tags))}: "
+    if Reason.BATCH in opened.reasons:
+        text += f"{requests_text(names, count=opened.num_requests)} {'is' if len(names) < 2 else 'are'}"
+        text += f" given to the model: {' + '.join(reason_names(opened.reasons))}"
+        text += f" ({opened.count} violations)." if opened.count > 1 else "."
+        return f"{text}{details(vars(first), writing)} Likely: {opened.cause}."
     text += f"{requests_text(names, count=opened.num_requests)} {verb}{'s' if len(names) < 2 else ''} "
     text += f"{ranges_text('position', positions)} in "
     text += f"{ranges_text('slot', slots)} of {opened.group}: {' + '.join(reason_names(opened.reasons))}"

@@ -56,6 +56,8 @@ class ViolationReport:
     expected_chain: int | None
     observed_kv: int | None
     previous_slot: int
+    # BATCH: the row and the length that the model was given.
+    given: tuple[int, int] | None = None
     places: tuple[str, ...]
     cause: str
     sentence: str

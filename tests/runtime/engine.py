@@ -39,4 +39,5 @@ class Engine(ScriptedEngine):
 
 def full_engine(**options: Any) -> Engine:
     """Return an engine with one full-attention group."""
-    return Engine([kc.BufferGroup(name="full", pool=make_pool())], kc.CanaryConfig(backend="reference", **options))
+    config = kc.CanaryConfig(**{"backend": "reference", **options})
+    return Engine([kc.BufferGroup(name="full", pool=make_pool())], config)

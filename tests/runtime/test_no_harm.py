@@ -20,7 +20,7 @@ from kv_canary.unverified import Unverified
 from .engine import Engine, Request, full_engine, make_pool
 from .test_observers import flip
 
-OPS = ("chain_tails", "scatter_token_ids", "verify_prefixes", "verify_resolved", "write")
+OPS = ("chain_tails", "verify_prefixes", "verify_resolved", "write")
 
 
 def contained(**options: Any) -> Engine:

@@ -213,7 +213,7 @@ def test_close_comes_once_and_whatever_an_observer_does(caplog: pytest.LogCaptur
 
 def fewer_launches(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     """Let the engine's forward claim one launch of TAIL more than it makes."""
-    true = type(engine.forward).launches.fget
+    true = type(engine.forward).launches.func
     monkeypatch.setattr(
         type(engine.forward), "launches", property(lambda self: {**true(self), kc.Tag.TAIL_FULL: 3}), raising=True
     )

@@ -94,12 +94,12 @@ def test_tails_and_tokens_are_those_of_whoever_has_the_row(seed: int, offsets: t
 def test_a_row_at_its_prefix_asks_for_nothing() -> None:
     state, text = make_state(), Text(list(range(40)))
     state.advance(BatchRequests.of([at(text, 10)]), backend="reference")
-    assert text.asked == [(0, 10), (0, 10)]
+    assert text.asked == [(0, 10)]
     text.asked.clear()
     state.advance(BatchRequests.of([at(text, 10)]), backend="reference")
     assert text.asked == []
     state.advance(BatchRequests.of([at(text, 13)]), backend="reference")
-    assert set(text.asked) == {(10, 13)}
+    assert text.asked == [(10, 13)]
 
 
 @pytest.mark.parametrize(

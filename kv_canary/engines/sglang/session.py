@@ -23,6 +23,7 @@ from kv_canary.engines.sglang import (
     batches,
     beams,
     compose,
+    graphs,
     hooks,
     lifetime,
     pools,
@@ -34,6 +35,7 @@ from kv_canary.engines.sglang import (
 from kv_canary.engines.sglang.identities import Identities
 from kv_canary.forward import ForwardBatch, SingleForwardManager
 from kv_canary.host import send
+from kv_canary.launches import ModelInputs
 from kv_canary.manager import CanaryManager
 from kv_canary.output import logger
 from kv_canary.pools import BufferGroup
@@ -135,6 +137,7 @@ class Session:
         self.owners = batches.Owners()
         self._identities = Identities(counts_weights=not transfer.needs_both_records(scheduler.server_args))
         self._patches = Patches()
+        self._graphs = graphs.Graphs()
         self._anchored = False
         # Whether something was launched since the last look at what was found.
         self._pending = False
@@ -252,7 +255,7 @@ class Session:
                 self._give_up(watched)
             raise
         if watched is not None:
-            self._after(watched)
+            self._after(watched, runner, result)
         return result
 
     def idle(self) -> None:
@@ -353,14 +356,20 @@ class Session:
             # How far it came is not known.
             self._describer.forget()
 
-    def _after(self, watched: SingleForwardManager) -> None:
+    def _after(self, watched: SingleForwardManager, runner: Any, result: Any) -> None:
         self._pending = True
         try:
-            watched.tail()
+            watched.tail(given=self._given(watched, runner, result))
             watched.end()
         except BaseException:
             watched.abort()
             raise
+
+    def _given(self, watched: SingleForwardManager, runner: Any, result: Any) -> ModelInputs | None:
+        """Return what a CUDA graph of the decode's has read, in place; None where there was none."""
+        with self._contain("reading what the model was given"):
+            return self._graphs.inputs_of(runner, result, watched.groups)
+        return None
 
     def _give_up(self, watched: SingleForwardManager) -> None:
         """Take in that the engine's forward has raised, which goes on to the engine, and nothing else."""
@@ -400,6 +409,9 @@ class Session:
                 positions=forward_batch.positions[:tokens],
                 out_slots=self._out_slots(runner, slots),
                 tables={g.name: runner.req_to_token_pool.req_to_token for g in self._groups[runner]},
+                rows=forward_batch.req_pool_indices,
+                lengths=forward_batch.seq_lens,
+                is_given_at_tail=self._graphs.may_replay(runner, forward_batch),
             )
         described = self._describer.describe(
             batches.noted(forward_batch),

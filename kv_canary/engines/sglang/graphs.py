@@ -1,0 +1,45 @@
+"""The CUDA graphs that SGLang decodes with, and the tensors that they read, which stay where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kv_canary.launches import ModelInputs
+from kv_canary.pools import BufferGroup
+
+
+class Graphs:
+    """What is known of the graphs of each model runner."""
+
+    def __init__(self) -> None:
+        # By runner: the buffers, and what of them the canary reads.
+        self._inputs: dict[Any, tuple[Any, ModelInputs]] = {}
+
+    def may_replay(self, runner: Any, forward_batch: Any) -> bool:
+        """Return whether a forward may be the replay of a graph; its result says whether it was."""
+        return bool(forward_batch.forward_mode.is_decode()) and _buffers(runner) is not None
+
+    def inputs_of(self, runner: Any, result: Any, groups: Sequence[BufferGroup]) -> ModelInputs | None:
+        """Return what the graph of a decode has read; None where none was replayed, or slots are looked up in a LUT."""
+        buffers = _buffers(runner)
+        if buffers is None or not getattr(result, "can_run_graph", False):
+            return None
+        known = self._inputs.get(runner)
+        if known is None or known[0] is not buffers:
+            if any(g.lut is not None for g in groups):
+                return None
+            inputs = ModelInputs(
+                input_ids=buffers.input_ids,
+                positions=buffers.positions,
+                out_slots={g.name: buffers.out_cache_loc for g in groups},
+                rows=buffers.req_pool_indices,
+                lengths=buffers.seq_lens,
+                stays=True,
+            )
+            known = self._inputs[runner] = buffers, inputs
+        return known[1]
+
+
+def _buffers(runner: Any) -> Any:
+    return getattr(getattr(runner, "decode_cuda_graph_runner", None), "buffers", None)
