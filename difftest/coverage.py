@@ -72,6 +72,7 @@ def _features() -> dict[str, Feature]:
         ("starts:later", "chain_tails scatter_token_ids", "a row is continued"),
         ("slot:unmapped", checking, "a live position has the padding slot"),
         ("slot:trash", "write", "a live token goes to the padding slot"),
+        ("slot:twice", "write", "two tokens have one slot"),
         ("page:one", launch, "a source of one token a row"),
         ("page:many", launch, "of a power of two"),
         ("page:odd", launch, "of another number"),
@@ -122,7 +123,7 @@ def _features() -> dict[str, Feature]:
         ("tile:slots", slots, "more slots than a tile has"),
         ("tile:edge", f"{checking} {rows} {slots}", "a length within one of a multiple of the tile"),
     ]
-    within_op = {"rows:giant", "layout:short", "move:overlapping", "retire:twice"}
+    within_op = {"rows:giant", "layout:short", "slot:twice", "move:overlapping", "retire:twice"}
     exclusive = {"batch"}
     return {
         name: Feature(
@@ -145,6 +146,8 @@ INFEASIBLE: tuple[tuple[str, str, str], ...] = (
     ("batch:empty", "starts:later", "no live request, no segment"),
     ("batch:empty", "slot:trash", "no live request, no token"),
     ("batch:empty", "record:rewritten", "no live request, no token"),
+    ("batch:empty", "slot:twice", "no live request, no token"),
+    ("tokens:kept", "tokens:shifted", "tokens that stand elsewhere are kept by another op"),
     *(
         (batch, verified, "no live request with a prefix, nothing to verify")
         for batch in ("batch:empty", "batch:fresh")

@@ -165,7 +165,10 @@ def _write(a: Mapping[str, Any]) -> Features:
         written[int(first[r]) : max(int(last[r]), 0)] = True
     if bool((slots[written] == 0).any()):
         yield "slot:trash"
-    old = endpoint.records[slots[written & ~outside & (slots != 0)]]
+    stored = slots[written & ~outside & (slots != 0)]
+    if len(stored.unique()) < len(stored):
+        yield "slot:twice"
+    old = endpoint.records[stored]
     yield from _records(old)
     if bool(((old != 0).any(dim=1) & (old[:, 3] >= 0)).any()):
         yield "record:rewritten"

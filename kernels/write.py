@@ -14,7 +14,16 @@ import triton.language as tl
 
 from kv_canary.constants import CHAIN_MULTIPLIER, OWNER_MASK, Reason
 from kv_canary.kernels.batches import plan_of
-from kv_canary.kernels.hashing import as_i64, as_u64, chain_inverse, chain_scale, identity, mix, writer_word
+from kv_canary.kernels.hashing import (
+    as_i64,
+    as_u64,
+    chain_inverse,
+    chain_scale,
+    identity,
+    mix,
+    next_chain,
+    writer_word,
+)
 from kv_canary.kernels.launching import begin, one_program_lanes, overlapping, persistent_grid, tiles_at_once
 from kv_canary.kernels.records import load_record, record_address, records_of, store_record
 from kv_canary.kernels.reporting import log_of, report
@@ -49,8 +58,9 @@ _OVERWRITE = tl.constexpr(int(Reason.OVERWRITE))
 _M = tl.constexpr(CHAIN_MULTIPLIER)
 _PREFIX = tl.constexpr(int(Reason.PREFIX))
 _BATCH = tl.constexpr(int(Reason.BATCH))
-# Flat inputs that each token of a tile is compared with at a time.
-_OTHERS = tl.constexpr(32)
+# Flat inputs that each token of a tile is compared with at a time: few, as 512 tokens by more of them do not fit into a
+# program's registers; more in the interpreter, where a step of a loop costs more than its elements.
+OTHERS, INTERPRETER_OTHERS = 8, 32
 
 
 class Inputs(NamedTuple):
@@ -176,13 +186,13 @@ def _report_given(plan, inputs, log, first, n, row, count, TAG: tl.constexpr, RE
 
 
 @triton.jit
-def _last_with_slot(plan, inputs, n, slot, j, storable, TILE: tl.constexpr):
+def _last_with_slot(plan, inputs, n, slot, j, storable, OTHERS: tl.constexpr):
     """The last flat input before the plan's last offset that has a token's slot, if that is behind it; else itself."""
     # 0 <= n <= capacity; 0 <= end <= size
     end = tl.minimum(tl.maximum(tl.load(plan.offsets + n), 0), inputs.size)
     last = j
-    for at in range(tl.min(tl.where(storable, j, end), axis=0), end, _OTHERS):
-        other = at + tl.arange(0, _OTHERS).to(tl.int64)
+    for at in range(tl.min(tl.where(storable, j, end), axis=0), end, OTHERS):
+        other = at + tl.arange(0, OTHERS).to(tl.int64)
         # 0 <= j <= other < end <= size; what is masked has the padding slot, which no storable token has
         theirs = tl.load(inputs.slots + other, mask=other < end, other=0)
         same = storable[:, None] & (slot[:, None] == theirs[None, :])
@@ -191,17 +201,32 @@ def _last_with_slot(plan, inputs, n, slot, j, storable, TILE: tl.constexpr):
 
 
 @triton.jit
-def _owners_of(plan, inputs, n, tokens, TILE: tl.constexpr):
-    """Of each of these flat inputs, whether it is of a live request, and the owner of the last such one."""
-    owned, owners = tokens < 0, tokens - tokens
+def _requests_of(plan, inputs, n, tokens):
+    """Of each of these flat inputs the live request that it is of, the last such one; -1 for none."""
+    requests = tokens - tokens - 1
     for r in range(n - n, n):
         # r < n <= capacity; offsets have capacity + 1 elements
         row = tl.load(plan.rows + r)
         begin, end = tl.load(plan.offsets + r), tl.load(plan.offsets + r + 1)
         mine = (tokens >= begin) & (tokens < end) & (row > 0) & (row < inputs.num_rows)
-        owners = tl.where(mine, tl.load(plan.owners + r), owners)
-        owned = owned | mine
-    return owned, owners
+        requests = tl.where(mine, r, requests)
+    return requests
+
+
+@triton.jit
+def _chains_at(plan, inputs, requests, tokens, wanted):
+    """The chain, uint64, of each wanted one of these flat inputs, which are of these live requests; token by token."""
+    # wanted: 0 <= request < n <= capacity, 0 < row < num_rows, begin <= token < size
+    row = tl.load(plan.rows + requests, mask=wanted, other=0)
+    chain = as_u64(tl.load(inputs.tails + row, mask=wanted, other=0))
+    begin = tl.maximum(tl.load(plan.offsets + requests, mask=wanted, other=0), 0)
+    length = tl.max(tl.where(wanted, tokens - begin + 1, 0), axis=0)
+    for k in range(length - length, length):
+        its = wanted & (begin + k <= tokens)
+        input_id = tl.load(inputs.tokens + begin + k, mask=its, other=0)
+        position = tl.load(inputs.positions + begin + k, mask=its, other=0)
+        chain = tl.where(its, next_chain(chain, identity(input_id, position)), chain)
+    return chain
 
 
 @triton.jit
@@ -231,6 +256,7 @@ def _read_tile(
     # constants
     TRACK_LIFETIME: tl.constexpr,
     RING: tl.constexpr,
+    OTHERS: tl.constexpr,
     REQUESTS: tl.constexpr,
     REQUEST_BITS: tl.constexpr,
     TILE: tl.constexpr,
@@ -282,7 +308,7 @@ def _read_tile(
     where = as_i64(ident >> 32)
     k_begun = begin_fingerprint(k_source, slot, where, storable)
     v_begun = begin_fingerprint(v_source, slot, where, storable)
-    last = _last_with_slot(plan, inputs, n, slot, j, storable, TILE)
+    last = _last_with_slot(plan, inputs, n, slot, j, storable, OTHERS)
     first_come = storable & (last > j)
     stored = storable & (last <= j)
     if TRACK_LIFETIME:
@@ -314,17 +340,27 @@ def _read_tile(
         reasons += tl.where(in_use & foreign & differs, _OVERWRITE, 0)
     taker = owner - owner
     if tl.sum(first_come.to(tl.int32), axis=0) > 0:
-        # first_come: 0 <= last < size
-        owned, taker = _owners_of(plan, inputs, n, tl.where(first_come, last, -1), TILE)
-        theirs = identity(
-            tl.load(inputs.tokens + last, mask=first_come, other=0),
-            tl.load(inputs.positions + last, mask=first_come, other=0),
-        )
+        its = _requests_of(plan, inputs, n, tl.where(first_come, last, -1))
+        # first_come: 0 <= last < size; owned: 0 <= its < n <= capacity
+        owned = first_come & (its >= 0)
+        taker = tl.load(plan.owners + its, mask=owned, other=0)
         if TRACK_LIFETIME:
-            same = owned & ((taker & _OWNER_MASK) == (owner & _OWNER_MASK))
-            if not RING:
-                same = same & (theirs == ident)
-            reasons += tl.where(first_come & (same == 0), _OVERWRITE, 0)
+            equal = owned & (
+                identity(
+                    tl.load(inputs.tokens + last, mask=first_come, other=0),
+                    tl.load(inputs.positions + last, mask=first_come, other=0),
+                )
+                == ident
+            )
+            own = owned & ((taker & _OWNER_MASK) == (owner & _OWNER_MASK))
+            may_share = equal & (own == 0)
+            if tl.sum(may_share.to(tl.int32), axis=0) > 0:
+                shared = may_share & (_chains_at(plan, inputs, its, last, may_share) == chain)
+            else:
+                shared = may_share
+            # Of a ring's tokens the later ones take the slots of earlier ones.
+            same = own if RING else own & equal
+            reasons += tl.where(first_come & (same == 0) & (shared == 0), _OVERWRITE, 0)
     return r, row, slot, expected_position, ident, expected_id, chain, kv, owner, reasons, stored, first_come, taker
 
 
@@ -396,6 +432,7 @@ def _write_at_once(
     TAG: tl.constexpr,
     TRACK_LIFETIME: tl.constexpr,
     RING: tl.constexpr,
+    OTHERS: tl.constexpr,
     REQUESTS: tl.constexpr,
     REQUEST_BITS: tl.constexpr,
     TILE: tl.constexpr,
@@ -426,6 +463,7 @@ def _write_at_once(
         early,
         TRACK_LIFETIME,
         RING,
+        OTHERS,
         REQUESTS,
         REQUEST_BITS,
         TILE,
@@ -455,6 +493,7 @@ def _write_at_once(
                 None,
                 TRACK_LIFETIME,
                 RING,
+                OTHERS,
                 REQUESTS,
                 REQUEST_BITS,
                 TILE,
@@ -542,6 +581,7 @@ def _store(
     TAG: tl.constexpr,
     TRACK_LIFETIME: tl.constexpr,
     RING: tl.constexpr,
+    OTHERS: tl.constexpr,
     REQUESTS: tl.constexpr,
     REQUEST_BITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -577,6 +617,7 @@ def _store(
                 None,
                 TRACK_LIFETIME,
                 RING,
+                OTHERS,
                 REQUESTS,
                 REQUEST_BITS,
                 TILE,
@@ -652,6 +693,7 @@ def write(
     outputs = records_of(endpoint.records), log_of(violations), counters
     tag, token_bytes = int(endpoint.tag), covered_bytes(endpoint.k_source) + covered_bytes(endpoint.v_source)
 
+    others = OTHERS if step.device.type == "cuda" else INTERPRETER_OTHERS
     largest = max(capacity, num_tokens)
     if largest <= one_program_lanes(step.device) and num_tokens * token_bytes <= ONE_PROGRAM_BYTES:
         # A lane for each token and for each request, a thread for each lane.
@@ -666,6 +708,7 @@ def write(
             TAG=tag,
             TRACK_LIFETIME=track_lifetime,
             RING=ring,
+            OTHERS=others,
             REQUESTS=lanes,
             REQUEST_BITS=lanes.bit_length() - 1,
             TILE=lanes,
@@ -693,6 +736,7 @@ def write(
         **constants,
         TRACK_LIFETIME=track_lifetime,
         RING=ring,
+        OTHERS=others,
         REQUEST_BITS=requests.bit_length() - 1,
         AT_ONCE=at_once,
         AT_ONCE_BITS=at_once.bit_length() - 1,

@@ -71,8 +71,10 @@ def write(
         expected_input = expected_input_ids.take(token)
         wrong_token = input_id != expected_input
     taken, taker = _owners_of(write_plan, live, offsets, last) if bool(first_come.any()) else (first_come, owners)
-    same = taken & ((taker & OWNER_MASK) == (owners & OWNER_MASK))
-    same &= (identity(input_ids.take(last), positions.take(last)) == identities) | ring
+    own = taken & ((taker & OWNER_MASK) == (owners & OWNER_MASK))
+    equal = taken & (identity(input_ids.take(last), positions.take(last)) == identities)
+    chain_at = torch.zeros_like(input_ids).index_copy(0, token, chains)
+    same = (own & (equal | ring)) | (equal & (chain_at.take(last) == chains))
     overwrite = (first_come & track_lifetime & ~same) | (
         stored
         & track_lifetime

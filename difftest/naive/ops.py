@@ -64,11 +64,16 @@ def write(
     # All of them before anything is stored.
     seed_records = [read_record(records, seed) if 0 < seed < records.shape[0] else NO_RECORD for seed in seeds]
     stored = 0
-    # Who has each token, and which token has each slot in the end.
-    num_tokens, whose, last_in = input_ids.shape[0], dict[int, int](), dict[int, int]()
+    # Who has each token, each token's record but for the bytes, and which token has each slot in the end.
+    num_tokens, whose, record_of = input_ids.shape[0], dict[int, int](), dict[int, tuple[int, int]]()
+    last_in = dict[int, int]()
     for request in range(num_requests):
-        if 0 < int(write_plan.rows[request]) < tails.shape[0]:
-            whose.update((j, int(write_plan.owners[request])) for j, _ in segment_of(offsets, request, num_tokens))
+        if 0 < (row := int(write_plan.rows[request])) < tails.shape[0]:
+            chain = int(tails[row]) & MASK_64
+            for j, _ in segment_of(offsets, request, num_tokens):
+                identity = identity_of(int(input_ids[j]), int(positions[j]))
+                chain = advance(chain, identity)
+                whose[j], record_of[j] = int(write_plan.owners[request]), (identity, chain)
     for j in range(min(max(offsets[num_requests], 0), num_tokens)):
         last_in[int(out_slots[j])] = j
 
@@ -117,9 +122,10 @@ def write(
                 if (last := last_in.get(slot, j)) > j:
                     # Another token of this forward has the slot in the end.
                     taker = whose.get(last)
-                    equal = taker is not None and (taker ^ owner) % (1 << 24) == 0
-                    equal = equal and (ring or identity_of(int(input_ids[last]), int(positions[last])) == identity)
-                    reasons |= OVERWRITE * (track_lifetime and not equal)
+                    same = taker is not None and record_of[last] == (identity, chain)
+                    if taker is not None and (taker ^ owner) % (1 << 24) == 0:
+                        same = same or ring or record_of[last][0] == identity
+                    reasons |= OVERWRITE * (track_lifetime and not same)
                     replaced_writer = writer_of(int(step), taker or 0)
                 elif track_lifetime and any(old) and not replaced_writer & RETIRED:
                     another_owner = (replaced_writer ^ owner) % (1 << 24) != 0

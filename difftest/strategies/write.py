@@ -251,9 +251,30 @@ def _share_slots(draw: Any, batch: _Batch) -> None:
             batch.tokens[second] = batch.tokens[first]
         if not often(draw, 2):
             batch.positions[second] = batch.positions[first]
+    if len(batch.owners) > 1 and draw(st.booleans()):
+        _begin_alike(draw, batch)
     if len(batch.owners) > 1 and often(draw, 3):
         # Another request of the same number in a record.
         batch.owners[-1] = batch.owners[0] + (1 << 24)
+
+
+def _begin_alike(draw: Any, batch: _Batch) -> None:
+    """Let two requests go on from one prefix, over the same tokens to the same slots, as far as the shorter one goes.
+
+    Or nearly so: the prefix may be another one, or a token.
+    """
+    one, other = draw(st.permutations(range(len(batch.owners))))[:2]
+    first, second = batch.offsets[one], batch.offsets[other]
+    length = min(batch.offsets[one + 1] - first, batch.offsets[other + 1] - second)
+    if not (0 <= first < second and first + length <= second and second + length <= len(batch.tokens)):
+        return
+    for values in (batch.tokens, batch.positions, batch.slots):
+        values[second : second + length] = values[first : first + length]
+    rows = batch.rows[one], batch.rows[other]
+    if all(0 < row < len(batch.tails) for row in rows) and not often(draw, 4):
+        batch.tails[rows[1]] = batch.tails[rows[0]]
+    if length > 0 and often(draw, 3):
+        batch.tokens[second + draw(st.integers(0, length - 1))] ^= 1
 
 
 def _draw_given(draw: Any, batch: _Batch, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:

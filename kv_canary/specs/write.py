@@ -46,9 +46,9 @@ SPEC = KernelSpec(
     before anything is stored; a seed whose chain is not the tail is a PREFIX violation. A token for slot 0 is not
     stored, one for a slot outside the pool is a SLOT_RANGE violation; WRITE_POSITION, WRITE_TOKEN and OVERWRITE of an
     old record are reported and stored all the same. Where several flat inputs before the plan's last offset have one
-    slot, only the last of them is stored, if it is a request's; the others are OVERWRITE where that one has another
-    owner, or but for a ring another identity, or is nobody's. A request whose row or length is not the one that was
-    given is BATCH. `counters[tag]` grows by (1, records stored).
+    slot, only the last of them is stored, if it is a request's; another one is OVERWRITE unless that one is the same
+    token behind the same prefix, or of the same owner and, but for a ring, of the same identity. A request whose row or
+    length is not the one that was given is BATCH. `counters[tag]` grows by (1, records stored).
     """,
     arguments={
         "write_plan": StructSpec(type=WritePlan, doc="segments, seeds and owners"),
