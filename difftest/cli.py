@@ -380,6 +380,67 @@ def sanitize_launches(
     raise SystemExit(1 if any(result.errors for result in results) else 0)
 
 
+def _capability(_ctx: click.Context, _parameter: click.Parameter, text: str) -> tuple[int, int]:
+    major, point, minor = text.partition(".")
+    if not (point and major.isdigit() and minor.isdigit()):
+        raise click.BadParameter(f"must be two numbers as in 9.0, got {text!r}")
+    return int(major), int(minor)
+
+
+@difftest.command("compile")
+@click.option("--op", "ops", multiple=True, metavar="NAME", help="Only this op; may be repeated.")
+@click.option("--capability", default="9.0", show_default=True, callback=_capability, help="Of the GPU.")
+@click.option("--examples", type=click.IntRange(0), default=40, show_default=True, help="Calls of each op at most.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the calls.")
+@imports_option
+@click.option("--json", "json_path", type=OUT_FILE, help="Write the kernels here, for a machine.")
+def compile_kernels(
+    ops: tuple[str, ...],
+    capability: tuple[int, int],
+    examples: int,
+    seed: int,
+    imports: tuple[str, ...],
+    json_path: Path | None,
+) -> None:
+    """Compile what generated calls would launch on a GPU, which need not be there; nothing is launched.
+
+    Triton's interpreter runs what its compiler refuses. The table has a line for each kernel: in how many ways it was
+    compiled, what the widest of them takes, and how long all of them took.
+
+    Exit codes: 0 all compiled, 1 the compiler refused one, 2 misuse.
+
+    \b
+    Examples:
+      kv-canary difftest compile
+      kv-canary difftest compile --op write --examples 200 --json kernels.json
+      kv-canary difftest compile --import examples/your_own_kernel.py --op paged_gather
+    """
+    from rich.console import Console
+
+    from kv_canary.difftest import compiling
+    from kv_canary.difftest import console as shown
+    from kv_canary.difftest.worker import import_all
+    from kv_canary.specs import all_specs, get_spec
+
+    console = Console()
+    found: list[compiling.Kernel | compiling.Refusal] = []
+    try:
+        compiling.prepare()
+        import_all(imports)
+        specs = [get_spec(op) for op in ops or all_specs()]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    with shown.step_progress(console, total=len(specs)) as at:
+        for spec in specs:
+            at(f"{spec.name}: {len(found)} compiled before")
+            calls = compiling.calls_of(spec.name, examples=examples, seed=seed, capability=capability)
+            found.extend(compiling.compile_calls(spec, calls, capability=capability))
+    shown.show_compiled(console, found)
+    if json_path is not None:
+        json_path.write_text(json.dumps([x.as_dict() for x in found], indent=2) + "\n", encoding="utf-8")
+    raise SystemExit(1 if any(isinstance(x, compiling.Refusal) for x in found) else 0)
+
+
 def _campaign(
     *,
     ops: tuple[str, ...],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,6 +16,7 @@ from rich.text import Text
 from kv_canary.cases.casefile import CaseFile
 from kv_canary.cases.packing import INTEGERS
 from kv_canary.difftest.campaign import Campaign, CampaignResult
+from kv_canary.difftest.compiling import Kernel, Refusal
 from kv_canary.difftest.coverage import feasible_pairs
 from kv_canary.difftest.replaying import Replay
 from kv_canary.errors import printable
@@ -50,6 +51,38 @@ def live_progress(console: Console, campaign: Campaign) -> Iterator[Callable[[Ca
             )
 
         yield on_change
+
+
+@contextmanager
+def step_progress(console: Console, *, total: int) -> Iterator[Callable[[str], None]]:
+    """Show how many of `total` steps are done, and what the one that begins is."""
+    columns = (SpinnerColumn(), BarColumn(bar_width=24), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as progress:
+        task, begun = progress.add_task("starting", total=total), 0
+
+        def on_step(what: str) -> None:
+            nonlocal begun
+            progress.update(task, completed=begun, description=what)
+            begun += 1
+
+        yield on_step
+
+
+def show_compiled(console: Console, found: Sequence[Kernel | Refusal]) -> None:
+    """Print a line for each kernel, and what the compiler said where it refused one."""
+    table = Table("op", "kernel")
+    for name in ("variants", "registers", "bytes spilled", "shared bytes", "seconds"):
+        table.add_column(name, justify="right")
+    kernels = [x for x in found if isinstance(x, Kernel)]
+    for op, name in dict.fromkeys((x.op, x.name) for x in kernels):
+        its = [x for x in kernels if (x.op, x.name) == (op, name)]
+        most = (str(max(getattr(x, what) for x in its)) for what in ("registers", "spilled", "shared"))
+        table.add_row(op, name, str(len(its)), *most, f"{sum(x.seconds for x in its):.1f}")
+    console.print(table)
+    for refusal in found:
+        if isinstance(refusal, Refusal):
+            console.print(f"[red]{refusal.op}: {refusal.name} does not compile[/]")
+            console.print(Text(refusal.says))
 
 
 def covered(result: CampaignResult) -> str:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_canary.backends import interpreting
+from kv_canary.backends import compute_capability
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -27,6 +27,9 @@ INTERPRETER_LANES = 64
 # Tiles of a request whose sums are read at once, where a tile goes on from those before it: powers of two.
 TILES_AT_ONCE = 128
 INTERPRETER_TILES = 4
+# Others that each token of a tile is compared with at a time: as many as fit into a program's registers.
+OTHERS = 16
+INTERPRETER_OTHERS = 32
 # Entries that are few; see `few_entries`.
 FEW_ENTRIES = 1 << 16
 INTERPRETER_ENTRIES = 48
@@ -43,11 +46,10 @@ def begin(OVERLAPS: tl.constexpr):
         gdc_launch_dependents()
 
 
-@functools.cache
 def overlapping(device: torch.device) -> dict[str, Any]:
     """Return the options of a launch whose kernel calls `begin`."""
-    can = device.type == "cuda" and gdc_wait is not None and not interpreting()
-    if can and torch.cuda.get_device_capability(device) >= (9, 0):
+    capability = compute_capability(device)
+    if gdc_wait is not None and capability is not None and capability >= (9, 0):
         return {"OVERLAPS": True, "launch_pdl": True}
     return {"OVERLAPS": False}
 
@@ -67,14 +69,19 @@ def persistent_grid(num_tiles: int, device: torch.device, per_sm: int = PROGRAMS
 
 def few_entries(device: torch.device) -> int:
     """Return how many entries are so few that saving a launch matters more than saving work."""
-    return FEW_ENTRIES if device.type == "cuda" else INTERPRETER_ENTRIES
+    return INTERPRETER_ENTRIES if compute_capability(device) is None else FEW_ENTRIES
 
 
 def tiles_at_once(device: torch.device) -> int:
     """Return of how many tiles of a request the sums are read at once."""
-    return TILES_AT_ONCE if device.type == "cuda" else INTERPRETER_TILES
+    return INTERPRETER_TILES if compute_capability(device) is None else TILES_AT_ONCE
+
+
+def others_at_once(device: torch.device) -> int:
+    """Return with how many others each token of a tile is compared at a time."""
+    return INTERPRETER_OTHERS if compute_capability(device) is None else OTHERS
 
 
 def one_program_lanes(device: torch.device) -> int:
     """Return how many lanes of work one program takes on where that saves a launch."""
-    return ONE_PROGRAM_LANES if device.type == "cuda" else INTERPRETER_LANES
+    return INTERPRETER_LANES if compute_capability(device) is None else ONE_PROGRAM_LANES

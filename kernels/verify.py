@@ -16,7 +16,7 @@ from kv_canary.specs.structures import Endpoint, VerifyPlan, ViolationLog
 TILES = {"entries": BLOCK_ENTRIES}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tag"])
 def _verify(
     # inputs
     slots_ptr,
@@ -35,8 +35,8 @@ def _verify(
     # outputs
     log,
     counters_ptr,
+    tag,
     # constants
-    TAG: tl.constexpr,
     TRACK_LIFETIME: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -46,8 +46,8 @@ def _verify(
     step = tl.load(step_ptr)
     pid = tl.program_id(0).to(tl.int64)
     if pid == 0:
-        tl.atomic_add(counters_ptr + TAG * 2, 1)
-        tl.atomic_add(counters_ptr + TAG * 2 + 1, n)
+        tl.atomic_add(counters_ptr + tag * 2, 1)
+        tl.atomic_add(counters_ptr + tag * 2 + 1, n)
     for first in range(pid * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
         entry = first + tl.arange(0, BLOCK)
         live = entry < n
@@ -73,7 +73,7 @@ def _verify(
             # outputs
             log,
             # constants
-            TAG,
+            tag,
             TRACK_LIFETIME,
             BLOCK,
         )
@@ -111,7 +111,7 @@ def verify(
         log_of(violations),
         counters,
         # constants
-        TAG=int(endpoint.tag),
+        tag=int(endpoint.tag),
         TRACK_LIFETIME=track_lifetime,
         **tile,
         **overlapping(step.device),

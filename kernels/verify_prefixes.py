@@ -43,7 +43,7 @@ def _fit(x):
     return tl.minimum(x, _INT32_MAX).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tag"])
 def _verify_prefixes(
     # inputs
     batch,
@@ -68,8 +68,8 @@ def _verify_prefixes(
     runs_ptr,
     log,
     counters_ptr,
+    tag,
     # constants
-    TAG: tl.constexpr,
     TRACK_LIFETIME: tl.constexpr,
     LAYS_OUT: tl.constexpr,
     BLOCK_REQUESTS: tl.constexpr,
@@ -99,8 +99,8 @@ def _verify_prefixes(
     else:
         n = tl.load(num_valid_ptr).to(tl.int64)
     if pid == 0:
-        tl.atomic_add(counters_ptr + TAG * 2, 1)
-        tl.atomic_add(counters_ptr + TAG * 2 + 1, n)
+        tl.atomic_add(counters_ptr + tag * 2, 1)
+        tl.atomic_add(counters_ptr + tag * 2 + 1, n)
         plan_write(
             # inputs
             batch,
@@ -149,7 +149,7 @@ def _verify_prefixes(
                 # outputs
                 log,
                 # constants
-                TAG,
+                tag,
                 TRACK_LIFETIME,
                 BLOCK,
             )
@@ -212,7 +212,7 @@ def verify_prefixes(
         log_of(violations),
         counters,
         # constants
-        TAG=int(endpoint.tag),
+        tag=int(endpoint.tag),
         TRACK_LIFETIME=track_lifetime,
         LAYS_OUT=lays_out,
         BLOCK_REQUESTS=BLOCK_REQUESTS,

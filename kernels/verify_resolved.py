@@ -23,7 +23,7 @@ _HEAD_OF_CHAIN = tl.constexpr(HEAD_OF_CHAIN)
 _UNCHECKED = tl.constexpr(UNCHECKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tag"])
 def _verify_resolved(
     # inputs
     rows_ptr,
@@ -42,8 +42,8 @@ def _verify_resolved(
     # outputs
     log,
     counters_ptr,
+    tag,
     # constants
-    TAG: tl.constexpr,
     TRACK_LIFETIME: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -53,8 +53,8 @@ def _verify_resolved(
     step = tl.load(step_ptr)
     pid = tl.program_id(0).to(tl.int64)
     if pid == 0:
-        tl.atomic_add(counters_ptr + TAG * 2, 1)
-        tl.atomic_add(counters_ptr + TAG * 2 + 1, n)
+        tl.atomic_add(counters_ptr + tag * 2, 1)
+        tl.atomic_add(counters_ptr + tag * 2 + 1, n)
     for first in range(pid * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
         entry = first + tl.arange(0, BLOCK)
         live = entry < n
@@ -98,7 +98,7 @@ def _verify_resolved(
             # outputs
             log,
             # constants
-            TAG,
+            tag,
             TRACK_LIFETIME,
             BLOCK,
         )
@@ -141,7 +141,7 @@ def verify_resolved(
         log_of(violations),
         counters,
         # constants
-        TAG=int(endpoint.tag),
+        tag=int(endpoint.tag),
         TRACK_LIFETIME=track_lifetime,
         **tile,
         **overlapping(rows.device),

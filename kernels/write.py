@@ -24,7 +24,14 @@ from kv_canary.kernels.hashing import (
     next_chain,
     writer_word,
 )
-from kv_canary.kernels.launching import begin, one_program_lanes, overlapping, persistent_grid, tiles_at_once
+from kv_canary.kernels.launching import (
+    begin,
+    one_program_lanes,
+    others_at_once,
+    overlapping,
+    persistent_grid,
+    tiles_at_once,
+)
 from kv_canary.kernels.records import load_record, record_address, records_of, store_record
 from kv_canary.kernels.reporting import log_of, report
 from kv_canary.kernels.sources import (
@@ -47,6 +54,8 @@ TILES = {"tokens": NARROW_TILE}
 # Words that one step takes of a wide fingerprint, by several threads for each token, and registers of each.
 WIDE_WORDS = 64
 WIDE_REGISTERS = 128
+# Flat inputs that each token is compared with at a time by a program that has a lane for every token.
+FEW_OTHERS = 8
 # Requests that a program lays out at a time.
 MAX_REQUESTS = 1024
 
@@ -58,9 +67,6 @@ _OVERWRITE = tl.constexpr(int(Reason.OVERWRITE))
 _M = tl.constexpr(CHAIN_MULTIPLIER)
 _PREFIX = tl.constexpr(int(Reason.PREFIX))
 _BATCH = tl.constexpr(int(Reason.BATCH))
-# Flat inputs that each token of a tile is compared with at a time: few, as 512 tokens by more of them do not fit into a
-# program's registers; more in the interpreter, where a step of a loop costs more than its elements.
-OTHERS, INTERPRETER_OTHERS = 8, 32
 
 
 class Inputs(NamedTuple):
@@ -116,7 +122,7 @@ def _read_seeds(plan, inputs, records, first, row, count, REQUESTS: tl.constexpr
 
 
 @triton.jit
-def _report_seeds(plan, inputs, log, first, row, seeds, TAG: tl.constexpr, REQUESTS: tl.constexpr):
+def _report_seeds(plan, inputs, log, first, row, seeds, tag, REQUESTS: tl.constexpr):
     """Report PREFIX for each request whose seed is not the end of its row's prefix."""
     prefix, seed, ident, chain, kv, writer, tail, wrong = seeds
     if tl.sum(wrong.to(tl.int32), axis=0) > 0:
@@ -127,7 +133,7 @@ def _report_seeds(plan, inputs, log, first, row, seeds, TAG: tl.constexpr, REQUE
             log,
             wrong,
             (
-                zeros + TAG,
+                zeros + tag,
                 zeros + _PREFIX,
                 seed,
                 row,
@@ -148,7 +154,7 @@ def _report_seeds(plan, inputs, log, first, row, seeds, TAG: tl.constexpr, REQUE
 
 
 @triton.jit
-def _report_given(plan, inputs, log, first, n, row, count, TAG: tl.constexpr, REQUESTS: tl.constexpr):
+def _report_given(plan, inputs, log, first, n, row, count, tag, REQUESTS: tl.constexpr):
     """Report BATCH for each live request whose row or length is not the one that the model is given."""
     if inputs.given_rows is not None:
         r = first + tl.arange(0, REQUESTS).to(tl.int64)
@@ -165,7 +171,7 @@ def _report_given(plan, inputs, log, first, n, row, count, TAG: tl.constexpr, RE
                 log,
                 wrong,
                 (
-                    zeros + TAG,
+                    zeros + tag,
                     zeros + _BATCH,
                     zeros,
                     row,
@@ -186,18 +192,45 @@ def _report_given(plan, inputs, log, first, n, row, count, TAG: tl.constexpr, RE
 
 
 @triton.jit
-def _last_with_slot(plan, inputs, n, slot, j, storable, OTHERS: tl.constexpr):
+def _last_offset(plan, inputs, n):
+    """The plan's last offset, 0 <= offset <= size."""
+    # 0 <= n <= capacity; offsets have capacity + 1 elements
+    return tl.minimum(tl.maximum(tl.load(plan.offsets + n), 0), inputs.size)
+
+
+@triton.jit
+def _share_slots(plan, inputs, records, n, slot, LANES: tl.constexpr):
+    """Whether two flat inputs before the plan's last offset have one slot, asked by one program with a lane for each.
+
+    Each lane leaves its number in its slot's record, looks whose is there then, and puts back what was there.
+    """
+    lane = tl.arange(0, LANES).to(tl.int64)
+    # valid: 0 < slot < num_slots
+    valid = (lane < _last_offset(plan, inputs, n)) & (slot > 0) & (slot < records.num_slots)
+    word = record_address(records, slot)
+    was = tl.load(word, mask=valid, other=0, cache_modifier=".cg")
+    tl.debug_barrier()
+    tl.store(word, lane, mask=valid)
+    tl.debug_barrier()
+    found = tl.load(word, mask=valid, other=0, cache_modifier=".cg")
+    tl.debug_barrier()
+    tl.store(word, was, mask=valid)
+    tl.debug_barrier()
+    return tl.sum((valid & (found != lane)).to(tl.int32), axis=0) > 0
+
+
+@triton.jit
+def _last_with_slot(plan, inputs, n, slot, j, storable, OTHERS: tl.constexpr, TILE: tl.constexpr):
     """The last flat input before the plan's last offset that has a token's slot, if that is behind it; else itself."""
-    # 0 <= n <= capacity; 0 <= end <= size
-    end = tl.minimum(tl.maximum(tl.load(plan.offsets + n), 0), inputs.size)
-    last = j
+    end = _last_offset(plan, inputs, n)
+    lasts = tl.full([TILE, OTHERS], -1, tl.int32)
     for at in range(tl.min(tl.where(storable, j, end), axis=0), end, OTHERS):
-        other = at + tl.arange(0, OTHERS).to(tl.int64)
+        other = at + tl.arange(0, OTHERS)
         # 0 <= j <= other < end <= size; what is masked has the padding slot, which no storable token has
         theirs = tl.load(inputs.slots + other, mask=other < end, other=0)
         same = storable[:, None] & (slot[:, None] == theirs[None, :])
-        last = tl.maximum(last, tl.max(tl.where(same, other[None, :], 0), axis=1))
-    return last
+        lasts = tl.where(same, other[None, :].to(tl.int32), lasts)
+    return tl.maximum(j, tl.max(lasts, axis=1))
 
 
 @triton.jit
@@ -253,6 +286,7 @@ def _read_tile(
     entry,
     carry,
     early,
+    share,
     # constants
     TRACK_LIFETIME: tl.constexpr,
     RING: tl.constexpr,
@@ -266,6 +300,7 @@ def _read_tile(
 
     carry: the chain before the tile, which counts where its first token is not the first of its request; or None.
     early: the flat inputs from `entry` on, which in most decode batches are the tile's tokens; or None.
+    share: whether two flat inputs may have one slot; None: that is not known.
     """
     lane = tl.arange(0, TILE)
     live = entry + lane < total
@@ -308,7 +343,9 @@ def _read_tile(
     where = as_i64(ident >> 32)
     k_begun = begin_fingerprint(k_source, slot, where, storable)
     v_begun = begin_fingerprint(v_source, slot, where, storable)
-    last = _last_with_slot(plan, inputs, n, slot, j, storable, OTHERS)
+    last = j
+    if share is None or share:
+        last = _last_with_slot(plan, inputs, n, slot, j, storable, OTHERS, TILE)
     first_come = storable & (last > j)
     stored = storable & (last <= j)
     if TRACK_LIFETIME:
@@ -374,8 +411,8 @@ def _store_tile(
     records,
     log,
     counters_ptr,
+    tag,
     # constants
-    TAG: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Report and store what `_read_tile` found."""
@@ -392,7 +429,7 @@ def _store_tile(
             log,
             bad,
             (
-                zeros + TAG,
+                zeros + tag,
                 reasons.to(tl.int64),
                 slot,
                 row,
@@ -414,10 +451,10 @@ def _store_tile(
     tl.debug_barrier()
     # stored: 0 < slot < num_slots
     store_record(records, slot, as_i64(ident), as_i64(chain), as_i64(kv), as_i64(writer_word(step, owner)), stored)
-    tl.atomic_add(counters_ptr + TAG * 2 + 1, tl.sum(stored.to(tl.int64), axis=0))
+    tl.atomic_add(counters_ptr + tag * 2 + 1, tl.sum(stored.to(tl.int64), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tag"])
 def _write_at_once(
     # inputs
     plan,
@@ -428,8 +465,8 @@ def _write_at_once(
     records,
     log,
     counters_ptr,
+    tag,
     # constants
-    TAG: tl.constexpr,
     TRACK_LIFETIME: tl.constexpr,
     RING: tl.constexpr,
     OTHERS: tl.constexpr,
@@ -444,9 +481,10 @@ def _write_at_once(
     early = _load_inputs(inputs, tl.arange(0, TILE), tl.arange(0, TILE) < inputs.size)
     n = tl.minimum(tl.maximum(tl.load(plan.num_requests), 0).to(tl.int64), plan.capacity)
     zero = n - n
-    tl.atomic_add(counters_ptr + TAG * 2, 1)
+    tl.atomic_add(counters_ptr + tag * 2, 1)
     row, token, count, starts, total = _lay_out(plan, inputs, zero, n, REQUESTS)
     seeds = _read_seeds(plan, inputs, records, zero, row, count, REQUESTS)
+    share = _share_slots(plan, inputs, records, n, early[0], TILE)
     tile = _read_tile(
         plan,
         inputs,
@@ -461,6 +499,7 @@ def _write_at_once(
         zero,
         None,
         early,
+        share,
         TRACK_LIFETIME,
         RING,
         OTHERS,
@@ -470,9 +509,9 @@ def _write_at_once(
         TILE_BITS,
     )
     # Only now, so that seeds are read beside the first tile.
-    _report_given(plan, inputs, log, zero, n, row, count, TAG, REQUESTS)
-    _report_seeds(plan, inputs, log, zero, row, seeds, TAG, REQUESTS)
-    _store_tile(plan, inputs, tile, records, log, counters_ptr, TAG, TILE)
+    _report_given(plan, inputs, log, zero, n, row, count, tag, REQUESTS)
+    _report_seeds(plan, inputs, log, zero, row, seeds, tag, REQUESTS)
+    _store_tile(plan, inputs, tile, records, log, counters_ptr, tag, TILE)
     # More tokens than inputs: only where segments overlap.
     if total > TILE:
         carry = _last_chain(tile, TILE)
@@ -491,6 +530,7 @@ def _write_at_once(
                 entry,
                 carry,
                 None,
+                share,
                 TRACK_LIFETIME,
                 RING,
                 OTHERS,
@@ -499,7 +539,7 @@ def _write_at_once(
                 TILE,
                 TILE_BITS,
             )
-            _store_tile(plan, inputs, next_tile, records, log, counters_ptr, TAG, TILE)
+            _store_tile(plan, inputs, next_tile, records, log, counters_ptr, tag, TILE)
             carry = _last_chain(next_tile, TILE)
 
 
@@ -509,7 +549,7 @@ def _last_chain(tile, TILE: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, TILE) == TILE - 1, tile[6], 0), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tag"])
 def _prepare(
     # inputs
     plan,
@@ -519,8 +559,8 @@ def _prepare(
     tile_sums_ptr,
     log,
     counters_ptr,
+    tag,
     # constants
-    TAG: tl.constexpr,
     REQUESTS: tl.constexpr,
     TILE: tl.constexpr,
     TILE_BITS: tl.constexpr,
@@ -531,7 +571,7 @@ def _prepare(
     pid, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     n = tl.minimum(tl.maximum(tl.load(plan.num_requests), 0).to(tl.int64), plan.capacity)
     if pid == 0:
-        tl.atomic_add(counters_ptr + TAG * 2, 1)
+        tl.atomic_add(counters_ptr + tag * 2, 1)
     lane = tl.arange(0, TILE)
     inverse = chain_inverse(lane, TILE_BITS)
     # Tiles of requests laid out before, and the first of these requests' tiles that is this program's.
@@ -540,8 +580,8 @@ def _prepare(
         row, token, count, starts, total = _lay_out(plan, inputs, first, n, REQUESTS)
         if own == 0:
             seeds = _read_seeds(plan, inputs, records, first, row, count, REQUESTS)
-            _report_given(plan, inputs, log, first, n, row, count, TAG, REQUESTS)
-            _report_seeds(plan, inputs, log, first, row, seeds, TAG, REQUESTS)
+            _report_given(plan, inputs, log, first, n, row, count, tag, REQUESTS)
+            _report_seeds(plan, inputs, log, first, row, seeds, tag, REQUESTS)
         tiles = (total + TILE - 1) // TILE
         for tile in range(own, tiles - 1, programs):
             end = tile * TILE + TILE
@@ -565,7 +605,7 @@ def _prepare(
         own = (own + programs - tiles % programs) % programs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tag"])
 def _store(
     # inputs
     plan,
@@ -577,8 +617,8 @@ def _store(
     records,
     log,
     counters_ptr,
+    tag,
     # constants
-    TAG: tl.constexpr,
     TRACK_LIFETIME: tl.constexpr,
     RING: tl.constexpr,
     OTHERS: tl.constexpr,
@@ -615,6 +655,7 @@ def _store(
                 entry,
                 _chain_before(tile_sums_ptr + tiles_before, first_tile, number, AT_ONCE, AT_ONCE_BITS, TILE, TILE_BITS),
                 None,
+                None,
                 TRACK_LIFETIME,
                 RING,
                 OTHERS,
@@ -623,7 +664,7 @@ def _store(
                 TILE,
                 TILE_BITS,
             )
-            _store_tile(plan, inputs, tile, records, log, counters_ptr, TAG, TILE)
+            _store_tile(plan, inputs, tile, records, log, counters_ptr, tag, TILE)
         tiles_before += tiles
         own = (own + programs - tiles % programs) % programs
 
@@ -693,7 +734,6 @@ def write(
     outputs = records_of(endpoint.records), log_of(violations), counters
     tag, token_bytes = int(endpoint.tag), covered_bytes(endpoint.k_source) + covered_bytes(endpoint.v_source)
 
-    others = OTHERS if step.device.type == "cuda" else INTERPRETER_OTHERS
     largest = max(capacity, num_tokens)
     if largest <= one_program_lanes(step.device) and num_tokens * token_bytes <= ONE_PROGRAM_BYTES:
         # A lane for each token and for each request, a thread for each lane.
@@ -705,10 +745,10 @@ def write(
             source_of(endpoint.v_source),
             *outputs,
             # constants
-            TAG=tag,
+            tag=tag,
             TRACK_LIFETIME=track_lifetime,
             RING=ring,
-            OTHERS=others,
+            OTHERS=FEW_OTHERS,
             REQUESTS=lanes,
             REQUEST_BITS=lanes.bit_length() - 1,
             TILE=lanes,
@@ -723,7 +763,7 @@ def write(
     requests = min(MAX_REQUESTS, max(128, triton.next_power_of_2(capacity)))
     at_once = tiles_at_once(step.device)
     grid = persistent_grid(triton.cdiv(num_tokens, tile) + triton.cdiv(capacity, requests), step.device)
-    constants = {"TAG": tag, "REQUESTS": requests, "TILE": tile, "TILE_BITS": tile.bit_length() - 1}
+    constants = {"tag": tag, "REQUESTS": requests, "TILE": tile, "TILE_BITS": tile.bit_length() - 1}
     constants |= overlapping(step.device)
     _prepare[grid](plan, inputs, outputs[0], tile_sums, *outputs[1:], **constants)
     _store[grid](
@@ -736,7 +776,7 @@ def write(
         **constants,
         TRACK_LIFETIME=track_lifetime,
         RING=ring,
-        OTHERS=others,
+        OTHERS=others_at_once(step.device),
         REQUEST_BITS=requests.bit_length() - 1,
         AT_ONCE=at_once,
         AT_ONCE_BITS=at_once.bit_length() - 1,

@@ -7,6 +7,7 @@ which the reference re-runs on a copy. Implementations are imported on first use
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ _PACKAGES = {"reference": "kv_canary.reference", "triton": "kv_canary.kernels"}
 Implementation = Callable[..., None]
 
 _active: ContextVar[str | None] = ContextVar("kv_canary_backend", default=None)
+_compiles_for: ContextVar[tuple[int, int] | None] = ContextVar("kv_canary_compiles_for", default=None)
 _implementations: dict[tuple[str, str], Implementation] = {}
 
 
@@ -67,6 +69,28 @@ def select_backend(backend: str | None, device: torch.device) -> str:
 def interpreting() -> bool:
     """Whether Triton kernels run in Triton's interpreter in this process."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@contextmanager
+def compiling_for(capability: tuple[int, int]) -> Iterator[None]:
+    """Choose kernels inside the `with` block as on a GPU of a compute capability, wherever tensors are."""
+    token = _compiles_for.set(capability)
+    try:
+        yield
+    finally:
+        _compiles_for.reset(token)
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return that of the GPU which kernels for tensors on `device` are compiled for; None for the interpreter."""
+    return _compiles_for.get() or _capability_of(device)
+
+
+@functools.cache
+def _capability_of(device: torch.device) -> tuple[int, int] | None:
+    if device.type != "cuda" or interpreting():
+        return None
+    return torch.cuda.get_device_capability(device)
 
 
 def implementation(op: str, backend: str) -> Implementation:
