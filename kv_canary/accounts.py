@@ -333,5 +333,9 @@ class Accounts:
 
 def _missing(words: StepWords, before: Sequence[Sequence[int]], wanted: Mapping[int, int]) -> dict[str, int]:
     """Return how many of the launches that a step was to make are missing, by the name of the tag."""
-    made = {tag: words.counters[tag][0] - before[tag][0] for tag in wanted}
-    return {Tag(tag).name: n - made[tag] for tag, n in wanted.items() if made[tag] < n}
+    missing = {}
+    for tag, count in wanted.items():
+        made = words.counters[tag][0] - before[tag][0]
+        if made < count:
+            missing[Tag(tag).name] = count - made
+    return missing

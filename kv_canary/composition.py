@@ -110,7 +110,7 @@ class BatchRequests(Sequence[ForwardRequest]):
         newest: int64 [requests] own token before each prefix, where the adapter has them at hand; None: it is asked.
     """
 
-    __slots__ = ("_newest", "composition", "extend", "pending", "prefix")
+    __slots__ = ("_num_cached", "_num_tokens", "composition", "extend", "newest_of_all", "pending", "prefix")
 
     def __init__(
         self,
@@ -122,7 +122,8 @@ class BatchRequests(Sequence[ForwardRequest]):
         newest: Int64s | None = None,
     ) -> None:
         self.composition, self.prefix, self.extend, self.pending = composition, prefix, extend, pending
-        self._newest = newest
+        self.newest_of_all = newest
+        self._num_tokens = self._num_cached = -1
 
     @classmethod
     def of(cls, requests: Sequence[ForwardRequest]) -> BatchRequests:
@@ -145,6 +146,20 @@ class BatchRequests(Sequence[ForwardRequest]):
         return self.composition.owners
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that the forward writes, of all requests together."""
+        if self._num_tokens < 0:
+            self._num_tokens = int(self.extend.sum())
+        return self._num_tokens
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens of all prefixes together."""
+        if self._num_cached < 0:
+            self._num_cached = int(self.prefix.sum())
+        return self._num_cached
+
+    @property
     def there(self) -> Int64s:
         """int64 [requests] tokens in the cache before the forward that it does not write itself."""
         return self.prefix if self.pending is None else self.prefix - self.pending
@@ -156,8 +171,8 @@ class BatchRequests(Sequence[ForwardRequest]):
     def newest(self, which: Int64s, ends: Int64s) -> Int64s | None:
         """Return the own token before each of `ends` of the requests number `which`; None: ask for them one by one."""
         members = self.composition.members
-        if self._newest is not None and np.array_equal(ends, self.prefix[which]):
-            return self._newest if len(which) == len(self._newest) else self._newest[which]
+        if self.newest_of_all is not None and np.array_equal(ends, self.prefix[which]):
+            return self.newest_of_all if len(which) == len(self.newest_of_all) else self.newest_of_all[which]
         if len(which) != len(members):
             members = tuple(members[i] for i in which.tolist())
         return self.composition.source.newest(members, ends)

@@ -31,8 +31,9 @@ _NOBODY = BatchRequests.of(())
 
 def relied_on(requests: BatchRequests, group: BufferGroup) -> int:
     """Return how many cached positions a forward of `requests` is about to read in `group`."""
-    read = _read(requests, group)
-    return int((read if requests.pending is None else (read - requests.pending).clip(0)).sum())
+    if requests.pending is None:
+        return _num_read(requests, group)
+    return int((_read(requests, group) - requests.pending).clip(0).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,12 +296,10 @@ class SingleForwardManager:
     def _prepare(self, batch: ForwardBatch, captured: CapturedForward | None, *, strides: Int64s) -> None:
         """Copy everything that HEAD and TAIL read from the host."""
         manager, requests = self._manager, batch.arrays
-        self._new_tokens = int(requests.extend.sum())
+        self._new_tokens = requests.num_tokens
         expected = batch.expected_input_ids
         if expected is None and manager.config.check_inputs:
             expected = manager.oracle.expected(requests, offset=self.groups[0].token_offset)
-        if self._advance is not None and self._replays.rounds_up:
-            self._advance = self._advance.rounded(max_rows=manager.limits.max_requests)
         self._shape = self._shape_of(batch, captured, expects_tokens=expected is not None)
         self._inputs.post(
             self._numbers(requests, strides),
@@ -308,7 +307,7 @@ class SingleForwardManager:
             step=manager.step,
             check_positions=batch.check_positions,
             advance=self._advance,
-            flat=0 if self._shape.advances is None else self._shape.advances[0],
+            advances=self._shape.advances or (0, 0),
         )
         if self._shape.has_pending:
             self._inputs.mark_pending()
@@ -326,7 +325,7 @@ class SingleForwardManager:
             if captured is None:
                 launches.table = batch.tables[name]
             launches.prepare(
-                needed=int(_read(requests, launches.group).sum()),
+                needed=_num_read(requests, launches.group),
                 has_pending=self._shape.has_pending,
                 sizes_are_final=self._sizes_are_final,
             )
@@ -358,8 +357,9 @@ class SingleForwardManager:
         requests, tokens, limits = len(batch.requests), self._new_tokens, self._manager.limits
         advance, advances = self._advance, None
         if advance is not None:
-            flat = len(advance.flat)
-            advances = round_up(flat, MOST_REPLAYED) if self._replays.rounds_up else flat, len(advance.rows)
+            advances = len(advance.flat), len(advance.rows)
+            if self._replays.rounds_up:
+                advances = round_up(advances[0], MOST_REPLAYED), round_up(advances[1], limits.max_requests)
         if captured is not None:
             requests, tokens = captured.requests, captured.tokens
         elif self._replays.rounds_up:
@@ -597,7 +597,7 @@ class SingleForwardManager:
         most = (limits.max_requests, limits.max_tokens) if captured is None else (captured.requests, captured.tokens)
         if len(batch.requests) > most[0]:
             raise ValueError(must_be(part, "requests", f"at most {most[0]} requests", str(len(batch.requests))))
-        tokens = int(batch.arrays.extend.sum())
+        tokens = batch.arrays.num_tokens
         if tokens > most[1]:
             raise ValueError(must_be(part, "requests", f"at most {most[1]} new tokens", str(tokens)))
         self._check_names(batch.out_slots, batch.tables)
@@ -637,6 +637,11 @@ class SingleForwardManager:
     def _check_numbers(self, requests: BatchRequests, captured: CapturedForward | None) -> None:
         """Check rows and lengths."""
         rows, prefix, number = requests.rows, requests.prefix, requests.composition.number
+        if not len(rows):
+            return
+        is_known = number == self._checked and requests.pending is None
+        if is_known and prefix.min() >= 0 and requests.extend.min() >= 0:
+            return
         wrong = (prefix < 0) | (requests.extend < 0)
         if number != self._checked:
             if len(np.unique(rows)) != len(rows):
@@ -680,6 +685,11 @@ class SingleForwardManager:
 def _read(requests: BatchRequests, group: BufferGroup) -> Int64s:
     """Return how many positions of its prefix a forward reads in `group`, of each request."""
     return np.minimum(requests.prefix, group.window) if group.window else requests.prefix
+
+
+def _num_read(requests: BatchRequests, group: BufferGroup) -> int:
+    """Return how many positions of all prefixes together a forward reads in `group`."""
+    return int(_read(requests, group).sum()) if group.window else requests.num_cached
 
 
 def _copy(buffer: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -80,17 +80,20 @@ class Contained:
 
     def __init__(self, guard: Guard, part: str) -> None:
         self._guard, self._part = guard, part
-        self._mode = torch.inference_mode(False)
+        # Entering the mode costs more than asking for it, and most parts are inside others.
+        self._mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
         self.failed = False
 
     def __enter__(self) -> Contained:
-        self._mode.__enter__()
+        if self._mode is not None:
+            self._mode.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        self._mode.__exit__(kind, error, trace)
+        if self._mode is not None:
+            self._mode.__exit__(kind, error, trace)
         if error is None:
             return False
         self.failed = True

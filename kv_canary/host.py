@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 Numbers = Sequence[int] | npt.NDArray[np.int64]
-# Sets of views that a mailbox remembers.
-_MOST_VIEWS = 256
+# Ways to cut its buffer that a mailbox remembers.
+_MOST_CUTS = 256
 
 
 def send(device: torch.device, *columns: Numbers) -> tuple[torch.Tensor, ...]:
@@ -47,8 +48,8 @@ class Mailbox:
         self.buffer = torch.zeros(words, dtype=torch.int64, device=device)
         # Pinned, with the event behind the last copy out of each, oldest first.
         self._sheets: deque[_Sheet] = deque()
-        # Views of the buffer, by their lengths: those of a batch come again and again.
-        self._views: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        # By the lengths of views, which come again and again.
+        self._cuts: dict[tuple[int, ...], _Cut] = {}
 
     def post(self, *columns: Numbers, widths: Sequence[int] | None = None) -> list[torch.Tensor]:
         """Return int64 views of the buffer that hold these numbers once what is launched now runs.
@@ -58,35 +59,35 @@ class Mailbox:
             widths: of each view, its column's length or more; there are zeros behind the numbers. None: the lengths.
         """
         lengths = tuple(map(len, columns)) if widths is None else tuple(widths)
-        # Every view begins on 16 bytes, whatever the lengths: kernels are compiled for that.
-        total = sum(lengths) + sum(length % 2 for length in lengths)
-        if total > len(self.buffer):
-            let_go(self.buffer)
-            self.buffer = torch.zeros(max(total, 2 * len(self.buffer)), dtype=torch.int64, device=self.buffer.device)
-            self._views.clear()
-        sheet, start = self._free(total), 0
-        for column, length in zip(columns, lengths, strict=True):
-            end = start + len(column)
-            sheet.values[start:end] = column
-            if end < start + length:
-                sheet.values[end : start + length] = 0
-            start += length + length % 2
-        self.buffer[:total].copy_(sheet.host[:total], non_blocking=True)
+        cut = self._cuts.get(lengths) or self._cut(lengths)
+        sheet = self._free(cut.total)
+        values = sheet.values
+        for column, (start, end) in zip(columns, cut.places, strict=True):
+            last = start + len(column)
+            values[start:last] = column
+            if last < end:
+                values[last:end] = 0
+        cut.whole.copy_(sheet.host[: cut.total], non_blocking=True)
         if sheet.sent is not None:
             sheet.sent.record()
         self._sheets.append(sheet)
-        return self._cut(lengths)
+        return cut.views
 
-    def _cut(self, lengths: tuple[int, ...]) -> list[torch.Tensor]:
-        """Return views of the buffer of these lengths."""
-        views = self._views.get(lengths)
-        if views is None:
-            starts = itertools.accumulate((length + length % 2 for length in lengths), initial=0)
-            views = [self.buffer[start : start + length] for start, length in zip(starts, lengths, strict=False)]
-            if len(self._views) >= _MOST_VIEWS:
-                self._views.clear()
-            self._views[lengths] = views
-        return views
+    def _cut(self, lengths: tuple[int, ...]) -> _Cut:
+        """Return how the buffer, which grows where it has to, is cut into views of these lengths."""
+        # Every view begins on 16 bytes, whatever the lengths: kernels are compiled for that.
+        starts = list(itertools.accumulate((length + length % 2 for length in lengths), initial=0))
+        total = starts.pop()
+        if total > len(self.buffer):
+            let_go(self.buffer)
+            self.buffer = torch.zeros(max(total, 2 * len(self.buffer)), dtype=torch.int64, device=self.buffer.device)
+            self._cuts.clear()
+        places = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        cut = _Cut(total, places, self.buffer[:total], [self.buffer[start:end] for start, end in places])
+        if len(self._cuts) >= _MOST_CUTS:
+            self._cuts.clear()
+        self._cuts[lengths] = cut
+        return cut
 
     def _free(self, words: int) -> _Sheet:
         """Return pinned memory of so many words that no copy reads any more."""
@@ -96,6 +97,15 @@ class Mailbox:
         if self._sheets and (self._sheets[0].sent is None or self._sheets[0].sent.query()):
             return self._sheets.popleft()
         return _Sheet(len(self.buffer), self.buffer.device)
+
+
+class _Cut(NamedTuple):
+    """A way to cut a buffer: words in all, first and last of each view, the words, and the views."""
+
+    total: int
+    places: Sequence[tuple[int, int]]
+    whole: torch.Tensor
+    views: list[torch.Tensor]
 
 
 class _Sheet:

@@ -158,7 +158,7 @@ class ForwardInputs:
         step: int,
         check_positions: bool = True,
         advance: Advance | None = None,
-        flat: int = 0,
+        advances: tuple[int, int] = (0, 0),
     ) -> None:
         """Send the numbers of a batch, zeros (padding) behind them.
 
@@ -169,13 +169,14 @@ class ForwardInputs:
             step: its number.
             check_positions: whether positions must continue the prefix.
             advance: what is launched before HEAD.
-            flat: tokens of that launch, with what is padding.
+            advances: tokens and requests of that launch, with what is padding: requests of row 0.
         """
         lists: tuple[Numbers, ...] = ()
         widths = [requests] * len(numbers) + [2, 2]
         if advance is not None:
             lists = advance.flat, advance.offsets, advance.rows, advance.starts
-            widths += [flat, *map(len, lists[1:])]
+            flat, its = advances
+            widths += [flat, its + 1, its, its]
         posted = self._mailbox.post(*numbers.values(), (int(check_positions),), (step,), *lists, widths=widths)
         there = dict(zip(numbers, posted, strict=False))
         self.rows, self.owners = there["rows"], there["owners"]

@@ -58,12 +58,12 @@ class Replays:
             key: two launches with the same key must do the same, with the same memory and the same numbers.
             launch: launches on the current stream; it must neither wait for the device nor allocate on it.
         """
-        replay = self._graphs.get(key)
-        if replay is not None and not _capturing():
+        if self._capture is None or _capturing():
+            launch()
+        elif (replay := self._graphs.get(key)) is not None:
             replay()
-            return
-        launch()
-        if replay is None and self._capture is not None and not _capturing():
+        else:
+            launch()
             self._count(key, launch)
 
     def _count(self, key: Hashable, launch: Launch) -> None:

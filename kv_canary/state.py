@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,6 +58,16 @@ class _Progress:
         starts[starts > prefix[which]] = 0
         return which, starts
 
+    def one_behind(self, requests: BatchRequests) -> Int64s | None:
+        """Return the lengths of the requests' rows where each is one token behind its prefix; None: that is not known.
+
+        Known of the requests that `behind` was asked of last.
+        """
+        if requests.composition.number != self._whole:
+            return None
+        lengths = self._lengths[requests.rows]
+        return lengths if np.array_equal(lengths + 1, requests.prefix) else None
+
     def forget(self, rows: Int64s) -> None:
         """Let `rows` start anew."""
         self._whole = 0
@@ -70,6 +81,10 @@ class _Progress:
     def lengths(self, rows: Int64s) -> Int64s:
         """Return how many tokens of each of `rows` are in."""
         return self._lengths[rows]
+
+    def went_on(self, requests: BatchRequests) -> None:
+        """Note that the rows of the requests, of which `one_behind` knew, are at their prefixes."""
+        self._lengths[requests.rows] = requests.prefix
 
     def advanced(self, requests: BatchRequests, which: Int64s) -> None:
         """Note that the rows of these requests are at their prefixes."""
@@ -106,13 +121,6 @@ class Advance:
     rows: Int64s
     starts: Int64s
     where: Mapping[str, torch.Tensor]
-
-    def rounded(self, *, max_rows: int) -> Advance:
-        """Return the same with a rounded number of requests; those past the others are padding, without tokens."""
-        more = round_up(len(self.rows), max_rows) - len(self.rows)
-        offsets = np.concatenate([self.offsets, np.full(more, self.offsets[-1])])
-        rows, starts = (np.concatenate([x, np.zeros(more, np.int64)]) for x in (self.rows, self.starts))
-        return Advance(flat=self.flat, offsets=offsets, rows=rows, starts=starts, where=self.where)
 
 
 class Tails:
@@ -177,6 +185,8 @@ class CanaryDeviceState:
         self._anchored = np.zeros(max_rows, np.int64)
         # False: nobody knows which identity a row's chain starts from.
         self._is_anchored = np.ones(max_rows, np.bool_)
+        # The number of the composition all of whose requests' chains were last seen to start from their identities.
+        self._all_anchored = 0
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
         self._table_is_final = False
         self._mailbox = Mailbox(device, words=4 * max_rows)
@@ -227,6 +237,8 @@ class CanaryDeviceState:
         Raises:
             ValueError: a request gives fewer tokens than it was asked for; then no row has changed.
         """
+        if may_wait and (advance := self._one_token_each(requests)) is not None:
+            return advance
         behind = [(tails, *tails.progress.behind(requests)) for tails in self.tails.values()]
         segments = [
             (tails, which, _segments(requests, which, starts, offset=tails.offset))
@@ -241,22 +253,37 @@ class CanaryDeviceState:
         for tails, which, lists in segments:
             where = {"anchors": self.anchors, "tails": tails.chains}
             if self._together and self.token_pool is not None:
-                where["pool"] = self._token_pool_for(requests, which)
+                where["pool"] = self._token_pool_for(requests.prefix[which])
             tails.progress.advanced(requests, which)
             if may_wait and self._together and len(lists[0]) <= MOST_REPLAYED:
                 flat, offsets, rows, starts = lists
                 return Advance(flat=flat, offsets=offsets, rows=rows, starts=starts, where=where)
             self._run("chain_tails", lists, where, backend)
         if tokens is not None:
-            self._run("scatter_token_ids", tokens, {"pool": self._token_pool_for(requests, missing)}, backend)
+            self._run("scatter_token_ids", tokens, {"pool": self._token_pool_for(requests.prefix[missing])}, backend)
             self._tokens.advanced(requests, missing)
         return None
 
-    def _token_pool_for(self, requests: BatchRequests, which: Int64s) -> torch.Tensor:
-        """Return the token table, with room for the tokens of these requests where it may still grow."""
+    def _one_token_each(self, requests: BatchRequests) -> Advance | None:
+        """Return what brings up the rows of requests that have all grown by one token, as in most steps; else None."""
+        newest = requests.newest_of_all
+        if newest is None or not self._together or not 0 < len(newest) <= MOST_REPLAYED:
+            return None
+        progress = self._tokens
+        starts = progress.one_behind(requests) if requests.composition.number == self._all_anchored else None
+        if starts is None:
+            return None
+        where = {"anchors": self.anchors, "tails": self.tails[0].chains}
+        if self.token_pool is not None:
+            where["pool"] = self._token_pool_for(requests.prefix)
+        progress.went_on(requests)
+        return Advance(flat=newest, offsets=_ones(len(newest)), rows=requests.rows, starts=starts, where=where)
+
+    def _token_pool_for(self, prefix: Int64s) -> torch.Tensor:
+        """Return the token table, with room for such prefixes where it may still grow."""
         if self.token_pool is None:
             raise RuntimeError("kv-canary: the token table must be kept, got none")
-        longest = int(requests.prefix[which].max()) + self.lookahead
+        longest = int(prefix.max()) + self.lookahead
         if longest > self.token_pool.shape[1] and not self._table_is_final:
             self.token_pool = widen(self.token_pool, longest)
         return self.token_pool
@@ -266,6 +293,7 @@ class CanaryDeviceState:
         for progress in (self._tokens, *(tails.progress for tails in self.tails.values())):
             progress.forget(rows)
         self._is_anchored[rows] = False
+        self._all_anchored = 0
 
     def forget_owner(self, owner: int) -> None:
         """Take in that the text of a request may be another one: its row starts anew."""
@@ -278,9 +306,8 @@ class CanaryDeviceState:
         tokens, requests = len(flat), len(rows)
         few = tokens <= MOST_REPLAYED
         if few and self._replays.rounds_up:
+            # The requests past the others are padding: of row 0, for which nothing is done.
             tokens, requests = round_up(tokens, MOST_REPLAYED), round_up(requests, self._max_rows)
-            # The requests past the others are padding, and have no tokens.
-            offsets = np.concatenate([offsets, np.full(requests - len(rows), offsets[-1])])
         posted = self._mailbox.post(flat, offsets, rows, starts, widths=(tokens, requests + 1, requests, requests))
         arguments = dict(zip(("flat", "offsets", "rows", "starts"), posted, strict=True))
 
@@ -321,6 +348,7 @@ class CanaryDeviceState:
         """Let each request's chain start from its identity."""
         rows, identities = requests.rows, requests.composition.identities
         changed = np.flatnonzero((self._anchored[rows] != identities) | ~self._is_anchored[rows])
+        self._all_anchored = requests.composition.number
         if not len(changed):
             return
         rows, identities = rows[changed], identities[changed]
@@ -334,6 +362,14 @@ def anchor_of(identity: int) -> int:
     return to_signed(ANCHOR ^ mix(identity & MASK64)) if identity else ANCHOR
 
 
+@functools.lru_cache(maxsize=256)
+def _ones(count: int) -> Int64s:
+    """Return the offsets of segments of one token each."""
+    offsets = np.arange(count + 1)
+    offsets.setflags(write=False)
+    return offsets
+
+
 def _segments(
     requests: BatchRequests, which: Int64s, starts: Int64s, *, offset: int = 0, more: int = 0
 ) -> tuple[Int64s, ...]:
@@ -344,7 +380,7 @@ def _segments(
         # As most steps are: the list is the same, and all have grown by one token.
         newest = requests.newest(which, lasts)
         if newest is not None:
-            return newest, np.arange(len(which) + 1), rows, starts
+            return newest, _ones(len(which)), rows, starts
     offsets = np.zeros(len(which) + 1, np.int64)
     np.cumsum(counts, out=offsets[1:])
     flat = np.empty(offsets[-1], np.int64)
