@@ -98,7 +98,7 @@ def compile_calls(
         calls: on the CPU.
         capability: the GPU's, as (9, 0).
     """
-    with _compiler(spec.name, capability) as found:
+    with compiler(capability, op=spec.name) as found:
         launch = implementation(spec.name, "triton")
         for call in calls:
             bound = spec.bind(call)
@@ -115,8 +115,13 @@ class _RefusedError(Exception):
 
 
 @contextmanager
-def _compiler(op: str, capability: tuple[int, int]) -> Iterator[list[Kernel | Refusal]]:
-    """Let launches of Triton's kernels compile them and do nothing else; the list gets every new one."""
+def compiler(capability: tuple[int, int], *, op: str = "") -> Iterator[list[Kernel | Refusal]]:
+    """Let launches of Triton's kernels inside the block compile them and do nothing else; the list gets every new one.
+
+    Args:
+        capability: the GPU's, as (9, 0).
+        op: whose launches these are, for the list.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction

@@ -19,7 +19,7 @@ TILES = {"tokens": LANE_TOKENS * MAX_LANES}
 _ANCHOR = tl.constexpr(ANCHOR)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "bs"])
 def _chain_tails(
     # inputs
     flat_ptr,

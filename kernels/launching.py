@@ -20,10 +20,10 @@ except ImportError:
 # Programs per multiprocessor of a persistent grid, and the grid of the interpreter, where a program costs about 1 ms.
 PROGRAMS_PER_SM = 64
 INTERPRETER_PROGRAMS = 3
-# Lanes of work that one program takes on where that saves a launch. Fewer in the interpreter, so that batches of a size
-# that it can take go both ways.
-ONE_PROGRAM_LANES = 512
-INTERPRETER_LANES = 64
+# Lanes of a program that takes on all of the work where that saves a launch: few sizes, as each is a kernel to compile.
+# Fewer lanes in the interpreter, so that batches of a size that it can take go both ways.
+ONE_PROGRAM_LANES = (128, 256, 512)
+INTERPRETER_LANES = (32, 64)
 # Tiles of a request whose sums are read at once, where a tile goes on from those before it: powers of two.
 TILES_AT_ONCE = 128
 INTERPRETER_TILES = 4
@@ -82,6 +82,7 @@ def others_at_once(device: torch.device) -> int:
     return INTERPRETER_OTHERS if compute_capability(device) is None else OTHERS
 
 
-def one_program_lanes(device: torch.device) -> int:
-    """Return how many lanes of work one program takes on where that saves a launch."""
-    return INTERPRETER_LANES if compute_capability(device) is None else ONE_PROGRAM_LANES
+def one_program_lanes(count: int, device: torch.device) -> int:
+    """Return the lanes of a program that takes on `count` elements alone; 0 where they are too many for one."""
+    sizes = INTERPRETER_LANES if compute_capability(device) is None else ONE_PROGRAM_LANES
+    return next((lanes for lanes in sizes if count <= lanes), 0)

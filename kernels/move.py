@@ -27,7 +27,7 @@ def _read(src_ptr, i, inside, owner, step_ptr, records):
     return tl.where(alive, ident, 0), tl.where(alive, chain, 0), tl.where(alive, kv, 0), tl.where(alive, writer_now, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "owner"])
 def _move_at_once(src_ptr, dst_ptr, n, owner, step_ptr, records, BLOCK: tl.constexpr):
     """One program, for at most BLOCK moves."""
     i = tl.arange(0, BLOCK).to(tl.int64)
@@ -41,7 +41,7 @@ def _move_at_once(src_ptr, dst_ptr, n, owner, step_ptr, records, BLOCK: tl.const
     store_record(records, slot, ident, chain, kv, writer, inside & (slot > 0) & (slot < records.num_slots))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "owner"])
 def _stage(src_ptr, n, owner, step_ptr, records, staged, BLOCK: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     for first in range(pid * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
@@ -52,7 +52,7 @@ def _stage(src_ptr, n, owner, step_ptr, records, staged, BLOCK: tl.constexpr):
         store_record(staged, i, ident, chain, kv, writer, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _land(dst_ptr, n, staged, records, BLOCK: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     for first in range(pid * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
@@ -80,8 +80,7 @@ def move(
         return
     grid = persistent_grid(triton.cdiv(n, BLOCK_SLOTS), src.device)
     for buffer in records:
-        if n <= one_program_lanes(src.device):
-            lanes = max(32, triton.next_power_of_2(n))
+        if lanes := one_program_lanes(n, src.device):
             _move_at_once[(1,)](src, dst, n, owner, step, records_of(buffer), BLOCK=lanes, num_warps=lanes // 32)
         else:
             _stage[grid](src, n, owner, step, records_of(buffer), records_of(staged), BLOCK=BLOCK_SLOTS)

@@ -15,7 +15,7 @@ BLOCK_SLOTS = 128
 TILES = {"slots": BLOCK_SLOTS}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "owner"])
 def _retire(slots_ptr, n, owner, step_ptr, records, BLOCK: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     retired = as_i64(writer_word(tl.load(step_ptr), tl.cast(owner, tl.int64)) | 0x8000000000000000)

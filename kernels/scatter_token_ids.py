@@ -14,7 +14,7 @@ BLOCK_TOKENS = 512
 TILES = {"tokens": BLOCK_TOKENS}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "bs"])
 def _scatter(
     # inputs
     flat_ptr,

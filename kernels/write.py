@@ -56,8 +56,8 @@ WIDE_WORDS = 64
 WIDE_REGISTERS = 128
 # Flat inputs that each token is compared with at a time by a program that has a lane for every token.
 FEW_OTHERS = 8
-# Requests that a program lays out at a time.
-MAX_REQUESTS = 1024
+# Requests that a program lays out at a time, where there are few and where there are more.
+FEW_REQUESTS, MAX_REQUESTS = 128, 1024
 
 _OWNER_MASK = tl.constexpr(OWNER_MASK)
 _WRITE_TOKEN = tl.constexpr(int(Reason.WRITE_TOKEN))
@@ -78,7 +78,6 @@ class Inputs(NamedTuple):
     expected: Any
     given_rows: Any
     given_lens: Any
-    num_given: Any
     size: Any
     tails: Any
     num_rows: Any
@@ -154,11 +153,11 @@ def _report_seeds(plan, inputs, log, first, row, seeds, tag, REQUESTS: tl.conste
 
 
 @triton.jit
-def _report_given(plan, inputs, log, first, n, row, count, tag, REQUESTS: tl.constexpr):
+def _report_given(plan, inputs, num_given, log, first, n, row, count, tag, REQUESTS: tl.constexpr):
     """Report BATCH for each live request whose row or length is not the one that the model is given."""
     if inputs.given_rows is not None:
         r = first + tl.arange(0, REQUESTS).to(tl.int64)
-        live = (r < n) & (r < inputs.num_given) & (row > 0) & (row < inputs.num_rows)
+        live = (r < n) & (r < num_given) & (row > 0) & (row < inputs.num_rows)
         # live: r < n <= capacity and r < num_given
         given_row = tl.load(inputs.given_rows + r, mask=live, other=0)
         given_len = tl.load(inputs.given_lens + r, mask=live, other=0)
@@ -454,7 +453,7 @@ def _store_tile(
     tl.atomic_add(counters_ptr + tag * 2 + 1, tl.sum(stored.to(tl.int64), axis=0))
 
 
-@triton.jit(do_not_specialize=["tag"])
+@triton.jit(do_not_specialize=["tag", "num_given"])
 def _write_at_once(
     # inputs
     plan,
@@ -466,6 +465,7 @@ def _write_at_once(
     log,
     counters_ptr,
     tag,
+    num_given,
     # constants
     TRACK_LIFETIME: tl.constexpr,
     RING: tl.constexpr,
@@ -509,7 +509,7 @@ def _write_at_once(
         TILE_BITS,
     )
     # Only now, so that seeds are read beside the first tile.
-    _report_given(plan, inputs, log, zero, n, row, count, tag, REQUESTS)
+    _report_given(plan, inputs, num_given, log, zero, n, row, count, tag, REQUESTS)
     _report_seeds(plan, inputs, log, zero, row, seeds, tag, REQUESTS)
     _store_tile(plan, inputs, tile, records, log, counters_ptr, tag, TILE)
     # More tokens than inputs: only where segments overlap.
@@ -549,7 +549,7 @@ def _last_chain(tile, TILE: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, TILE) == TILE - 1, tile[6], 0), axis=0)
 
 
-@triton.jit(do_not_specialize=["tag"])
+@triton.jit(do_not_specialize=["tag", "num_given"])
 def _prepare(
     # inputs
     plan,
@@ -560,6 +560,7 @@ def _prepare(
     log,
     counters_ptr,
     tag,
+    num_given,
     # constants
     REQUESTS: tl.constexpr,
     TILE: tl.constexpr,
@@ -580,7 +581,7 @@ def _prepare(
         row, token, count, starts, total = _lay_out(plan, inputs, first, n, REQUESTS)
         if own == 0:
             seeds = _read_seeds(plan, inputs, records, first, row, count, REQUESTS)
-            _report_given(plan, inputs, log, first, n, row, count, tag, REQUESTS)
+            _report_given(plan, inputs, num_given, log, first, n, row, count, tag, REQUESTS)
             _report_seeds(plan, inputs, log, first, row, seeds, tag, REQUESTS)
         tiles = (total + TILE - 1) // TILE
         for tile in range(own, tiles - 1, programs):
@@ -724,20 +725,19 @@ def write(
         expected=expected_input_ids,
         given_rows=given_rows,
         given_lens=given_lens,
-        num_given=0 if given_rows is None else given_rows.shape[0],
         size=num_tokens,
         tails=tails,
         num_rows=tails.shape[0],
         step=step,
         check_positions=check_positions,
     )
+    num_given = 0 if given_rows is None else given_rows.shape[0]
     outputs = records_of(endpoint.records), log_of(violations), counters
     tag, token_bytes = int(endpoint.tag), covered_bytes(endpoint.k_source) + covered_bytes(endpoint.v_source)
 
-    largest = max(capacity, num_tokens)
-    if largest <= one_program_lanes(step.device) and num_tokens * token_bytes <= ONE_PROGRAM_BYTES:
-        # A lane for each token and for each request, a thread for each lane.
-        lanes = max(32, triton.next_power_of_2(largest))
+    # A lane for each token and for each request, a thread for each lane.
+    lanes = one_program_lanes(max(capacity, num_tokens), step.device)
+    if lanes and num_tokens * token_bytes <= ONE_PROGRAM_BYTES:
         _write_at_once[(1,)](
             plan,
             inputs,
@@ -746,6 +746,7 @@ def write(
             *outputs,
             # constants
             tag=tag,
+            num_given=num_given,
             TRACK_LIFETIME=track_lifetime,
             RING=ring,
             OTHERS=FEW_OTHERS,
@@ -760,12 +761,12 @@ def write(
 
     narrow = token_bytes <= NARROW_BYTES
     tile = NARROW_TILE if narrow else TILE_TOKENS
-    requests = min(MAX_REQUESTS, max(128, triton.next_power_of_2(capacity)))
+    requests = FEW_REQUESTS if capacity <= FEW_REQUESTS else MAX_REQUESTS
     at_once = tiles_at_once(step.device)
     grid = persistent_grid(triton.cdiv(num_tokens, tile) + triton.cdiv(capacity, requests), step.device)
     constants = {"tag": tag, "REQUESTS": requests, "TILE": tile, "TILE_BITS": tile.bit_length() - 1}
     constants |= overlapping(step.device)
-    _prepare[grid](plan, inputs, outputs[0], tile_sums, *outputs[1:], **constants)
+    _prepare[grid](plan, inputs, outputs[0], tile_sums, *outputs[1:], num_given=num_given, **constants)
     _store[grid](
         plan,
         inputs,

@@ -60,7 +60,7 @@ def select_backend(backend: str | None, device: torch.device) -> str:
         chosen = _check(os.environ.get("KV_CANARY_BACKEND", AUTO), "backend switch", "KV_CANARY_BACKEND")
     if chosen == AUTO:
         return "triton" if device.type == "cuda" else "reference"
-    if chosen != "reference" and device.type != "cuda" and not interpreting():
+    if chosen != "reference" and device.type != "cuda" and not interpreting() and _compiles_for.get() is None:
         expected = f"on a GPU for backend={chosen}, or TRITON_INTERPRET=1 set before its first use"
         raise ValueError(must_be("backend switch", "tensors", expected, str(device)))
     return chosen

@@ -56,7 +56,8 @@ class CanaryLaunchCapacities:
                 forward is cut short.
         """
         longest = min(limits.max_len, window) if window else limits.max_len
-        entries = limits.max_requests * longest
+        # Kernels are compiled apart for numbers that are no multiples of 16.
+        entries = -(-limits.max_requests * longest // 16) * 16
         if verify_capacity is not None:
             entries = min(entries, verify_capacity)
         return cls(requests=limits.max_requests, tokens=limits.max_tokens, entries=max(entries, 1))

@@ -16,9 +16,9 @@ import torch
 from kv_canary import ops
 from kv_canary.composition import BatchRequests, ForwardRequest, Int64s
 from kv_canary.errors import must_be
-from kv_canary.launches import ForwardInputs, GroupLaunches, ModelInputs, Shape, VerifiedEntries
+from kv_canary.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, ModelInputs, Shape, VerifiedEntries
 from kv_canary.pools import BufferGroup
-from kv_canary.replays import layout_of, round_up
+from kv_canary.replays import layout_of, round_up, rounded
 from kv_canary.specs.structures import WritePlan
 from kv_canary.state import MOST_REPLAYED, Advance
 
@@ -159,6 +159,78 @@ class SingleForwardManager:
             raise
         self.end()
 
+    def warm_up(
+        self, *, tables: Mapping[str, torch.Tensor], expects_tokens: bool | None = None, is_given: bool = False
+    ) -> int:
+        """Run HEAD and TAIL once on nothing for every size that they are rounded to, so that all kernels are compiled.
+
+        Return how many sizes there are. Outside any graph; where launches are not rounded, nothing is done.
+
+        Args:
+            tables, expects_tokens, is_given: see `capturing`.
+
+        Raises:
+            RuntimeError: the last forward, or another one of the manager, was not ended.
+            ValueError: tables are not of the forward's groups.
+        """
+        self._expect(Phase.IDLE, "warm_up")
+        self._manager.expect_idle(f"forward {self.name}: warm_up")
+        self._check_names(tables, tables)
+        if not self._replays.rounds_up:
+            return 0
+        limits, expects = self._manager.limits, self._manager.config.check_inputs
+        shapes = [
+            Shape(
+                requests=requests,
+                tokens=tokens,
+                expects_tokens=expects if expects_tokens is None else expects_tokens,
+                is_given=is_given,
+                has_pending=has_pending,
+                advances=None if self.inner else (min(tokens, MOST_REPLAYED), requests),
+            )
+            for requests, tokens, has_pending in _sizes(limits.max_requests, limits.max_tokens, inner=self.inner)
+        ]
+        self._manager.begin_launches(self)
+        try:
+            with torch.inference_mode(False):
+                for launches in self._launches:
+                    launches.table = tables[launches.group.name]
+                # With few entries first, for which some kernels do more at once.
+                for needed in (0, MANY_ENTRIES):
+                    for shape in shapes:
+                        if not (needed and shape.has_pending):
+                            self._launch_nothing(shape, needed=needed)
+        finally:
+            self._advance = None
+            self._manager.end_launches()
+        return len(shapes)
+
+    def _launch_nothing(self, shape: Shape, *, needed: int) -> None:
+        """Run HEAD and TAIL on padding, with room for as many entries as are needed, if there may be so many."""
+        self._shape, self._new_tokens, self._inputs.in_place = shape, 0, None
+        self._advance = None if shape.advances is None else self._manager.state.no_advance()
+        numbers = self._numbers(_NOBODY)
+        if shape.has_pending:
+            numbers |= {"there": _NOBODY.prefix, "from_there": _NOBODY.extend}
+        self._inputs.post(
+            numbers,
+            requests=shape.requests,
+            step=self._manager.step,
+            advance=self._advance,
+            advances=shape.advances or (0, 0),
+        )
+        if shape.has_pending:
+            self._inputs.mark_pending()
+        for launches in self._launches:
+            launches.prepare(
+                needed=min(needed, launches.most_entries),
+                has_pending=shape.has_pending,
+                sizes_are_final=self._sizes_are_final,
+            )
+            launches.out_slots.zero_()
+        self._launch_head()
+        self._launch_tail()
+
     @contextmanager
     def capturing(
         self,
@@ -200,7 +272,8 @@ class SingleForwardManager:
                 launches.table = tables[launches.group.name]
                 launches.out_slots.zero_()
                 launches.finalize()
-            self._manager.begin_capture(self)
+            self._manager.begin_launches(self)
+            self._manager.state.finalize_table(limits.max_len)
         captured = CapturedForward(
             requests=requests,
             tokens=tokens,
@@ -223,7 +296,7 @@ class SingleForwardManager:
                 self._expect(Phase.TAIL, "the end of capturing")
         finally:
             self._phase = Phase.IDLE
-            self._manager.end_capture()
+            self._manager.end_launches()
 
     def begin(self, batch: ForwardBatch, *, captured: CapturedForward | None = None) -> None:
         """Drain the step before, bring the tails up to the prefix and copy the inputs. Outside any graph.
@@ -680,6 +753,21 @@ class SingleForwardManager:
                 f"kv-canary: forward {self.name}: {call} must come when the forward is {phase.value}, "
                 f"got it when {self._phase.value}"
             )
+
+
+def _sizes(max_requests: int, max_tokens: int, *, inner: bool) -> Iterator[tuple[int, int, bool]]:
+    """Yield requests, tokens, and whether some of a prefix is pending, of every shape that batches are rounded to.
+
+    A forward with pending positions verifies by plans, whose kernels ask for the requests alone.
+    """
+    for requests in rounded(max_requests):
+        sizes = [tokens for tokens in rounded(max_tokens) if tokens >= min(requests, max_tokens)]
+        if not inner:
+            yield requests, sizes[0], True
+    for requests in rounded(max_requests):
+        for tokens in rounded(max_tokens):
+            if tokens >= min(requests, max_tokens):
+                yield requests, tokens, False
 
 
 def _read(requests: BatchRequests, group: BufferGroup) -> Int64s:

@@ -29,6 +29,8 @@ _NUMBER_COLUMNS = 8
 
 # Verify entries that a group has room for before a forward needs more.
 _FEW_ENTRIES = 1024
+# So many that kernels go about them as they do about any more.
+MANY_ENTRIES = 1 << 17
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -269,6 +271,11 @@ class GroupLaunches:
         self.prepare(needed=0, has_pending=False, sizes_are_final=True)
 
     @property
+    def most_entries(self) -> int:
+        """Verify entries that a forward may ask for."""
+        return self._capacities.entries
+
+    @property
     def out_slots(self) -> torch.Tensor:
         """The slots that the forward writes, where launches read them."""
         in_place = self._inputs.in_place
@@ -447,7 +454,7 @@ class GroupLaunches:
             rows, lens = inputs.in_place.rows, inputs.in_place.lengths
         is_given = shape.is_given and at_tail and self._checks_given
         ops.write(
-            write_plan=self.write_plan,
+            write_plan=self.write_plan.first(shape.requests),
             input_ids=input_ids[:t],
             positions=positions[:t],
             out_slots=self.out_slots[:t],
@@ -463,7 +470,7 @@ class GroupLaunches:
             violations=manager.state.violations,
             # HEAD's own writes are counted apart: what HEAD verified is what its tag counts.
             counters=manager.state.counters if at_tail else manager.state.head_writes,
-            tile_sums=self._tile_sums,
+            tile_sums=self._tile_sums[: shape.requests],
             backend=manager.backend,
         )
 

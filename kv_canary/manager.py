@@ -44,6 +44,8 @@ SMALL_TABLE_BYTES = 16 << 20
 _TIDY_EVERY = 256
 # Kinds of forwards that go by unwatched that are told of, one line each.
 _MOST_TOLD = 64
+# Slots beyond which kernels go about more of them as they do about any number.
+_MOST_AT_ONCE = 512
 # Seconds that `close` waits for what is still to be said and saved.
 _LAST_WORDS = 2.0
 
@@ -195,6 +197,35 @@ class CanaryManager:
                     raise ValueError(must_be("forward", "groups", f"some of {', '.join(known)}", repr(group)))
             self._forwards[name] = SingleForwardManager(self, name=name, groups=[known[g] for g in chosen], inner=inner)
         return self._forwards[name]
+
+    def warm_up(self, tables: Mapping[str, torch.Tensor], *, is_given: bool = False) -> None:
+        """Compile every kernel that the forwards made so far will launch, and say how long that took.
+
+        To be called on the stream of the forwards, between them, before the engine serves: what is not compiled then is
+        compiled while requests wait, for seconds. Nothing is done where there is nothing to compile.
+
+        Args:
+            tables: the engine's, by group name, of the width that they will have.
+            is_given: whether batches will say which rows and lengths the attention backend is given.
+        """
+        if self.is_off or not self.new_replays().rounds_up:
+            return
+        with self.guard.contain("compiling kernels"):
+            logger.info("kv-canary: compiling kernels; what a cache of Triton's holds already is taken from there")
+            began, sizes = time.monotonic(), 0
+            for forward in self._forwards.values():
+                its = {g.name: tables[g.name] for g in forward.groups}
+                sizes += forward.warm_up(tables=its, is_given=is_given)
+            self.state.warm_up(backend=self.backend)
+            nowhere = torch.zeros(_MOST_AT_ONCE + 1, dtype=torch.int64, device=self.device)
+            for pool in self.pools:
+                self.retire(pool, nowhere[:1])
+                for count in (1, _MOST_AT_ONCE // 4 + 1, _MOST_AT_ONCE // 2 + 1, _MOST_AT_ONCE + 1):
+                    self.move(pool, nowhere[:count], nowhere[:count], owner=0)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+            took = time.monotonic() - began
+            logger.info("kv-canary: kernels for %d sizes of forwards are compiled, in %.1f s", sizes, took)
 
     def capacities(self, group: BufferGroup) -> CanaryLaunchCapacities:
         """Return the sizes that launches of `group` are made for."""
@@ -517,13 +548,12 @@ class CanaryManager:
         if self.config.quarantine:
             self.unverified.doubt(pool, slots)
 
-    def begin_capture(self, forward: SingleForwardManager) -> None:
-        """Take in that launches follow which belong to no step; called by a forward's `capturing`."""
+    def begin_launches(self, forward: SingleForwardManager) -> None:
+        """Take in that launches follow which belong to no step; called by a forward."""
         self._running = forward
         self.state.number = self._number
-        self.state.finalize_table(self.limits.max_len)
 
-    def end_capture(self) -> None:
+    def end_launches(self) -> None:
         """Take in that they are over."""
         self._running = None
         self.accounts.launches_unknown()

@@ -24,6 +24,14 @@ def round_up(count: int, most: int) -> int:
     return min(max(16, 1 << max(count - 1, 0).bit_length()), most)
 
 
+def rounded(most: int) -> list[int]:
+    """Return every number that `round_up` gives, smallest first."""
+    sizes = [round_up(1, most)]
+    while sizes[-1] < most:
+        sizes.append(round_up(sizes[-1] + 1, most))
+    return sizes
+
+
 def layout_of(table: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
     """Return where a tensor lies, and how."""
     return table.data_ptr(), table.shape, table.stride()

@@ -14,12 +14,15 @@ from kv_canary.composition import BatchRequests, Int64s
 from kv_canary.constants import ANCHOR, MASK64, Tag, to_signed
 from kv_canary.hashing import mix
 from kv_canary.host import Mailbox, Numbers, let_go, send
-from kv_canary.replays import Replays, layout_of, round_up
+from kv_canary.replays import Replays, layout_of, round_up, rounded
 from kv_canary.specs.structures import ViolationLog
 from kv_canary.specs.violation_row import VIOLATION_WORDS
 
 # Tokens of a launch that may be replayed, or wait for HEAD.
 MOST_REPLAYED = 4096
+
+# Positions that a row of the token table has room for at least.
+LEAST_WIDTH = 256
 
 # Of all forwards and groups together, two each.
 MAX_STATUSES = 256
@@ -178,7 +181,9 @@ class CanaryDeviceState:
         self._step, self._step_there = torch.zeros(1, dtype=torch.int64, device=device), 0
         self.anchors = torch.full((max_rows,), ANCHOR, dtype=torch.int64, device=device)
         self.tails = {o: Tails(max_rows=max_rows, offset=o, device=device) for o in sorted(set(offsets))}
-        self.token_pool = torch.zeros(max_rows, max_len, dtype=torch.int32, device=device) if keep_tokens else None
+        self.token_pool: torch.Tensor | None = None
+        if keep_tokens:
+            self.token_pool = torch.zeros(max_rows, max(max_len, LEAST_WIDTH), dtype=torch.int32, device=device)
         # Where no group's slots hold a later token, one launch brings up tails and tokens alike.
         self._together = set(self.tails) == {0}
         self._tokens = self.tails[0].progress if self._together else _Progress(max_rows)
@@ -252,8 +257,8 @@ class CanaryDeviceState:
         self._anchor(requests)
         for tails, which, lists in segments:
             where = {"anchors": self.anchors, "tails": tails.chains}
-            if self._together and self.token_pool is not None:
-                where["pool"] = self._token_pool_for(requests.prefix[which])
+            if self._together:
+                where = self._where(requests.prefix[which])
             tails.progress.advanced(requests, which)
             if may_wait and self._together and len(lists[0]) <= MOST_REPLAYED:
                 flat, offsets, rows, starts = lists
@@ -264,6 +269,28 @@ class CanaryDeviceState:
             self._tokens.advanced(requests, missing)
         return None
 
+    def no_advance(self) -> Advance:
+        """Return what brings up no row."""
+        none = np.zeros(0, np.int64)
+        return Advance(flat=none, offsets=_ones(0), rows=none, starts=none, where=self._where(none))
+
+    def warm_up(self, *, backend: str | None) -> None:
+        """Bring up no row, by every launch that may be made for some, so that all kernels are compiled."""
+        for tokens in [*rounded(MOST_REPLAYED), MOST_REPLAYED + 1]:
+            lists = np.zeros(tokens, np.int64), _ones(1), np.zeros(1, np.int64), np.zeros(1, np.int64)
+            for tails in self.tails.values():
+                where = self._where(lists[2]) if self._together else {"anchors": self.anchors, "tails": tails.chains}
+                self._run("chain_tails", lists, where, backend)
+            if self.token_pool is not None and not self._together:
+                self._run("scatter_token_ids", lists, {"pool": self.token_pool}, backend)
+
+    def _where(self, prefix: Int64s) -> dict[str, torch.Tensor]:
+        """Return what a launch works on that brings up tails and tokens alike, of requests with such prefixes."""
+        where = {"anchors": self.anchors, "tails": self.tails[0].chains}
+        if self.token_pool is not None:
+            where["pool"] = self._token_pool_for(prefix)
+        return where
+
     def _one_token_each(self, requests: BatchRequests) -> Advance | None:
         """Return what brings up the rows of requests that have all grown by one token, as in most steps; else None."""
         newest = requests.newest_of_all
@@ -273,9 +300,7 @@ class CanaryDeviceState:
         starts = progress.one_behind(requests) if requests.composition.number == self._all_anchored else None
         if starts is None:
             return None
-        where = {"anchors": self.anchors, "tails": self.tails[0].chains}
-        if self.token_pool is not None:
-            where["pool"] = self._token_pool_for(requests.prefix)
+        where = self._where(requests.prefix)
         progress.went_on(requests)
         return Advance(flat=newest, offsets=_ones(len(newest)), rows=requests.rows, starts=starts, where=where)
 
@@ -283,7 +308,7 @@ class CanaryDeviceState:
         """Return the token table, with room for such prefixes where it may still grow."""
         if self.token_pool is None:
             raise RuntimeError("kv-canary: the token table must be kept, got none")
-        longest = int(prefix.max()) + self.lookahead
+        longest = int(prefix.max(initial=0)) + self.lookahead
         if longest > self.token_pool.shape[1] and not self._table_is_final:
             self.token_pool = widen(self.token_pool, longest)
         return self.token_pool
@@ -404,7 +429,7 @@ def _segments(
 
 def widen(table: torch.Tensor, length: int) -> torch.Tensor:
     """Return int32 [rows, length or more] that begins with `table`; grows by doubling, so it is seldom called."""
-    width = max(length, 2 * table.shape[1], 256)
+    width = max(-(-length // 16) * 16, 2 * table.shape[1])
     wider = torch.zeros(table.shape[0], width, dtype=table.dtype, device=table.device)
     wider[:, : table.shape[1]] = table
     let_go(table)

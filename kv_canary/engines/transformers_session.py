@@ -123,6 +123,7 @@ class Session:
                     torch.zeros(limits.max_rows, 256, dtype=torch.int32, device=self.manager.device)
                     for _ in self.layout.groups
                 ]
+                self.manager.warm_up({g.name: t for g, t in zip(self.layout.groups, self._tables, strict=True)})
             self._patches.wrap(processor.model_runner, "compute_batch", self._compute_batch)
             self.layout.watch(self._patches, events)
         except BaseException:

@@ -121,6 +121,17 @@ class WritePlan(_Allocates):
     )
     num_requests: torch.Tensor = _tensor(torch.int32, 1, doc="requests in the plan, padding counted")
 
+    def first(self, count: int) -> WritePlan:
+        """Return the plan of the first `count` requests, for which it must have been made; views."""
+        return WritePlan(
+            rows=self.rows[:count],
+            owners=self.owners[:count],
+            offsets=self.offsets[: count + 1],
+            prefix_lens=self.prefix_lens[:count],
+            seed_slots=self.seed_slots[:count],
+            num_requests=self.num_requests,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ViolationLog(_Allocates):

@@ -18,11 +18,12 @@ LIMITS = CanaryLimits(max_rows=9, max_requests=4, max_tokens=64, max_len=100)
     ("window", "verify_capacity", "entries"),
     [
         (0, None, 400),
-        (7, None, 28),
+        # Rounded up to a multiple of 16.
+        (7, None, 32),
         (1000, None, 400),
         (0, 50, 50),
         (0, 1000, 400),
-        (7, 50, 28),
+        (7, 50, 32),
         (7, 5, 5),
         (0, 1, 1),
     ],
@@ -108,7 +109,7 @@ def test_a_group_of_windows_never_needs_more_than_its_windows() -> None:
     lut = torch.arange(200, dtype=torch.int64)
     swa = kc.BufferGroup(name="swa", pool=make_pool(200, name="swa"), window=9, lut=lut)
     engine = Engine([full, ring, swa])
-    assert [engine.manager.capacities(g).entries for g in engine.groups] == [512, 20, 36]
+    assert [engine.manager.capacities(g).entries for g in engine.groups] == [512, 32, 48]
     a, b = engine.add("a", 120), engine.add("b", 120)
     for n in (30, 30, 1, 1):
         engine.step((a, n), (b, n))
@@ -116,7 +117,7 @@ def test_a_group_of_windows_never_needs_more_than_its_windows() -> None:
     summary = engine.manager.summary()
     assert summary.status == "healthy"
     assert summary.positions_verified == summary.positions_relied_on
-    assert engine.forward.entry_capacities == {"full": 512, "ring": 20, "swa": 36}
+    assert engine.forward.entry_capacities == {"full": 512, "ring": 32, "swa": 48}
     # Also with prefixes longer than the limits: windows stay as they are.
     wide = {name: torch.ones(table.shape[0], 4096, dtype=torch.int32) for name, table in engine.tables.items()}
     engine.tables = wide

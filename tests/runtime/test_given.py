@@ -185,21 +185,35 @@ def test_a_forward_that_is_given_up_before_tail_leaves_no_trace_of_other_slots()
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("same_token", [False, True])
-def test_two_requests_that_write_one_slot_in_one_forward_are_both_named(backend: str, same_token: bool) -> None:
+@pytest.mark.parametrize("shared", [0, 1])
+def test_two_requests_that_write_one_slot_in_one_forward_are_both_named(backend: str, shared: int) -> None:
     engine = full_engine(backend=backend)
     a = engine.add("a", [5, 6, 7])
-    b = engine.add("b", [5 if same_token else 9, 6, 7])
-    engine.map(a, 0, 1)
-    engine.tables["full"][b.row, 0] = engine.tables["full"][a.row, 0]
-    engine.run(engine.batch((a, 1), (b, 1), map_new=False))
+    # The second token is the same, and what is before it is not.
+    b = engine.add("b", [9, 6, 7])
+    engine.map(a, 0, 2)
+    engine.map(b, 0, 2)
+    engine.tables["full"][b.row, shared] = engine.tables["full"][a.row, shared]
+    engine.run(engine.batch((a, 2), (b, 2), map_new=False))
     [report] = [r for r in engine.found() if r.tag == "TAIL_FULL"]
-    assert (report.reasons, report.request_id, report.slot) == (("OVERWRITE",), "a", 1)
+    assert (report.reasons, report.request_id, report.slot) == (("OVERWRITE",), "a", 1 + shared)
     assert report.sentence == (
-        "step 1 TAIL_FULL: request a writes position 0 in slot 1 of full: OVERWRITE. Not stored: token 5 at position "
-        "0: request b writes there in the same step. Likely: two owners: the slot was handed out while another request "
-        "still used it."
+        f"step 1 TAIL_FULL: request a writes position {shared} in slot {1 + shared} of full: OVERWRITE. Not stored: "
+        f"token {5 + shared} at position {shared}: request b writes there in the same step. Likely: two owners: the "
+        "slot was handed out while another request still used it."
     )
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_two_requests_that_write_the_same_behind_the_same_prefix_into_one_slot_do_no_harm(backend: str) -> None:
+    engine = full_engine(backend=backend)
+    a, b = engine.add("a", [5, 6, 7]), engine.add("b", [5, 6, 8])
+    engine.map(a, 0, 3)
+    engine.map(b, 0, 3)
+    engine.tables["full"][b.row, :2] = engine.tables["full"][a.row, :2]
+    engine.run(engine.batch((a, 2), (b, 3), map_new=False))
+    engine.run(engine.batch((a, 1), map_new=False))
+    assert engine.found() == []
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])

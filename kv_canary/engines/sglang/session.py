@@ -222,6 +222,7 @@ class Session:
             lookahead=self._lookahead,
             overlap=bool(scheduler.enable_overlap),
         )
+        self._warm_up()
         logger.info(
             "kv-canary: installed into sglang %s: mode %s, backend %s, groups %s, lifetime tracked: %s",
             hooks.sglang_version(),
@@ -230,6 +231,15 @@ class Session:
             ", ".join(f"{g.name} ({g.pool.num_slots} slots)" for g in groups),
             self._lifetime.tracks,
         )
+
+    def _warm_up(self) -> None:
+        """Compile the kernels of every forward that the scheduler may run."""
+        tables: dict[str, torch.Tensor] = {}
+        for runner, groups in self._groups.items():
+            tables |= {g.name: runner.req_to_token_pool.req_to_token for g in groups}
+            for drafts in (False, True) if groups[0].token_offset else (False,):
+                self._forward_of(runner, drafts=drafts)
+        self.manager.warm_up(tables, is_given=self._speculation is None)
 
     def note(self, forward_batch: Any, schedule_batch: Any) -> None:
         """Keep with a forward batch who the forward is of."""
@@ -380,11 +390,14 @@ class Session:
 
     def _watched(self, runner: Any, forward_batch: Any) -> SingleForwardManager:
         """Return the canary of a forward of this kind; drafts that may be rejected are told apart."""
+        is_draft = bool(self._groups[runner][0].token_offset) and speculative.is_draft(forward_batch)
+        return self._forward_of(runner, drafts=is_draft)
+
+    def _forward_of(self, runner: Any, *, drafts: bool) -> SingleForwardManager:
         groups = [g.name for g in self._groups[runner]]
         if not self._groups[runner][0].token_offset:
             return self.manager.forward("target", groups=groups)
-        inner = speculative.is_draft(forward_batch)
-        return self.manager.forward(f"{groups[0]}, drafting" if inner else groups[0], groups=groups, inner=inner)
+        return self.manager.forward(f"{groups[0]}, drafting" if drafts else groups[0], groups=groups, inner=drafts)
 
     def _described(self, runner: Any, forward_batch: Any) -> tuple[ForwardBatch | None, str]:
         """Return what can be said of a forward; None, and why, where that is nothing."""
