@@ -249,9 +249,11 @@ class GroupLaunches:
             sizes_are_final: whether a graph keeps the addresses of buffers.
         """
         if not sizes_are_final:
-            most = self._manager.config.verify_capacity or max(needed, 2 * self.room)
+            # A power of two: kernels are compiled apart for numbers that are no multiples of 16.
+            wanted = 1 << (max(needed, 2 * self.room) - 1).bit_length()
+            most = self._manager.config.verify_capacity or wanted
             if needed > self.room < most:
-                self.room = min(max(needed, 2 * self.room), most)
+                self.room = min(wanted, most)
         self._by_plans = self._plans_for(has_pending)
         if self._by_plans:
             if self._plans is None or self._plans.room < self.room:

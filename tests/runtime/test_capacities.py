@@ -123,7 +123,7 @@ def test_a_group_of_windows_never_needs_more_than_its_windows() -> None:
     engine.tables = wide
     a.tokens, a.cached = list(range(4096)), 2000
     engine.step((a, 1))
-    assert engine.forward.entry_capacities == {"full": 2000, "ring": 20, "swa": 36}
+    assert engine.forward.entry_capacities == {"full": 2048, "ring": 32, "swa": 48}
 
 
 @pytest.mark.parametrize("cached", [9, 12, 15, 16, 17, 40])

@@ -92,7 +92,7 @@ def soak(canary: kc.CanaryManager, tables: dict[str, torch.Tensor], kind: str) -
             members = [f"r{i}" for i in owners.tolist()]
             composition = Composition(members, rows=rows, owners=owners, source=Texts())
             extend = np.array([random.randint(1, most) for _ in range(count)], np.int64)
-            prefix = np.array([random.randint(0, 700) for _ in range(count)], np.int64)
+            prefix = np.array([random.randint(0, 1500) for _ in range(count)], np.int64)
             for _ in range(3):
                 newest = np.full(count, 7, np.int64) if (prefix > 0).all() else None
                 requests = BatchRequests(composition, prefix=prefix, extend=extend, newest=newest)

@@ -114,6 +114,54 @@ class WritesStaleSlots(PaddedEngine):
         return list(stale)
 
 
+class GivenEngine(ServedEngine):
+    """The kernels go by rows and lengths on the device, which the canary is given as they are."""
+
+    # Of the requests of the forward under way.
+    rows: dict[Request, int]
+    lengths: dict[Request, int]
+    extends: Mapping[Request, int]
+
+    def forward_batch(self, extends: Mapping[Request, int]) -> ForwardBatch:
+        self.extends = extends
+        self.rows = {r: r.row for r in extends}
+        self.lengths = {r: r.cached + n for r, n in extends.items()}
+        if decodes(extends) and len(extends) > 1:
+            self.prepare(list(extends))
+        given = (torch.tensor(list(x.values()), dtype=torch.int64) for x in (self.rows, self.lengths))
+        return replace(super().forward_batch(extends), **dict(zip(("rows", "lengths"), given, strict=True)))
+
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Change what the kernels of a decode are given."""
+
+    def kernel_reads(self, group: Group, request: Request) -> list[int]:
+        slots: list[int] = group.table[self.rows[request], : request.cached].tolist()
+        missing = self.extends[request] + request.cached - self.lengths[request]
+        return slots[: len(slots) - missing]
+
+    def spoil(self, *requests: Request) -> None:
+        """Note that these requests do not read what is theirs."""
+        slots = [s for r in requests for s in ServedEngine.kernel_reads(self, self.groups[0], r)]
+        self.acted({"full": slots}, requests)
+
+
+class SwapsRows(GivenEngine):
+    """Two requests of a batch have each other's rows on the device; the host has the right ones."""
+
+    def prepare(self, requests: Sequence[Request]) -> None:
+        one, other = requests[:2]
+        self.rows[one], self.rows[other] = other.row, one.row
+        self.spoil(one, other)
+
+
+class ForgetsToken(GivenEngine):
+    """The length on the device of one request lags a token behind."""
+
+    def prepare(self, requests: Sequence[Request]) -> None:
+        self.lengths[requests[0]] -= 1
+        self.spoil(requests[0])
+
+
 def decodes(extends: Mapping[Request, int]) -> bool:
     """Whether a forward is one that runs as a graph."""
     return bool(extends) and all(n == 1 for n in extends.values())
@@ -204,6 +252,32 @@ SCENARIOS: tuple[Scenario, ...] = (
         config=lambda: full(prefix_cache=False),
         healthy=PaddedEngine,
         faulty=ReadsStaleTable,
+    ),
+    model_scenario(
+        name="rows-swapped",
+        fault="G",
+        example="an index buffer filled in another order",
+        doc="two requests have each other's rows on the device; the host has the right ones",
+        engine="full attention",
+        expected=Reason.BATCH,
+        beyond=Reason.BATCH,
+        life=few_decodes,
+        config=full,
+        healthy=GivenEngine,
+        faulty=SwapsRows,
+    ),
+    model_scenario(
+        name="length-short",
+        fault="G",
+        example="a length that lags under overlap",
+        doc="the length of one request on the device is one short",
+        engine="full attention",
+        expected=Reason.BATCH,
+        beyond=Reason.BATCH,
+        life=few_decodes,
+        config=full,
+        healthy=GivenEngine,
+        faulty=ForgetsToken,
     ),
     model_scenario(
         name="padding-slot-read",

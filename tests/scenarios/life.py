@@ -72,8 +72,10 @@ class Life:
     def blames_rightly(self, report: ViolationReport) -> bool:
         """Whether a report names a slot that the bug has spoiled and a request that it may be named for.
 
-        The record behind a foreign one has another chain before it: CHAIN alone may name it.
+        The record behind a foreign one has another chain before it: CHAIN alone may name it. BATCH names no slot.
         """
+        if report.reasons == ("BATCH",):
+            return any(act.requests is None or report.request_id in act.requests for act in self.acts)
         slots = {report.slot}
         if report.reasons == ("CHAIN",):
             slots.add(report.previous_slot)
