@@ -138,6 +138,8 @@ class SingleForwardManager:
         self._sizes_are_final = False
         # The number of a composition whose rows have been checked.
         self._checked = 0
+        # New tokens of each request, where none of them is below 0.
+        self._checked_extend: Int64s | None = None
         # What brings rows up to their prefixes, as long as it has not been launched.
         self._advance: Advance | None = None
         # Whether what the model is given is taken at TAIL.
@@ -543,8 +545,9 @@ class SingleForwardManager:
             self._expect(Phase.TAIL if self._captured is None else Phase.BEGUN, "end")
             self._phase = Phase.IDLE
             try:
-                for launches in self._launches:
-                    self._manager.unverified.written(launches.group.pool, launches.out_slots[: self._new_tokens])
+                if self._manager.unverified.any_marked:
+                    for launches in self._launches:
+                        self._manager.unverified.written(launches.group.pool, launches.out_slots[: self._new_tokens])
                 self._is_late = False
                 self._manager.end_forward(self, self._batch)
             except BaseException:
@@ -713,7 +716,8 @@ class SingleForwardManager:
         if not len(rows):
             return
         is_known = number == self._checked and requests.pending is None
-        if is_known and prefix.min() >= 0 and requests.extend.min() >= 0:
+        if is_known and prefix.min() >= 0 and (requests.extend is self._checked_extend or requests.extend.min() >= 0):
+            self._checked_extend = requests.extend
             return
         wrong = (prefix < 0) | (requests.extend < 0)
         if number != self._checked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, getitem
@@ -19,6 +20,11 @@ _PROMPT, _OUTPUT = attrgetter("origin_input_ids"), attrgetter("output_ids")
 class Requests:
     """What the canary asks of SGLang's requests."""
 
+    def __init__(self) -> None:
+        # The requests that were asked of last, and the lengths of their prompts.
+        self._members: Sequence[Any] = ()
+        self._prompts: Int64s = np.zeros(0, np.int64)
+
     def name(self, member: Any) -> str:
         """Return SGLang's `rid`."""
         name: str = member.rid
@@ -30,7 +36,10 @@ class Requests:
 
     def newest(self, members: Sequence[Any], ends: Int64s) -> Int64s | None:
         """Return the own token before each end; None where the host has not got one of them yet."""
-        at = ends - 1 - np.fromiter(map(len, map(_PROMPT, members)), np.int64, len(members))
+        if members is not self._members:
+            # Prompts stay as they are, as long as the list does.
+            self._members, self._prompts = members, np.fromiter(map(len, map(_PROMPT, members)), np.int64, len(members))
+        at = ends - 1 - self._prompts
         try:
             if (at < 0).any():
                 return np.fromiter(map(_token, members, at.tolist()), np.int64, len(members))
@@ -119,6 +128,13 @@ def _is(rows: Int64s, mirror: Any) -> bool:
     return mirror is not None and np.array_equal(rows, mirror.numpy())
 
 
+@functools.lru_cache(maxsize=256)
+def _ones(count: int) -> Int64s:
+    ones = np.ones(count, np.int64)
+    ones.setflags(write=False)
+    return ones
+
+
 def requests_of(forward_batch: Any, *, lookahead: int) -> BatchRequests | None:
     """Return the requests of a forward that has been composed; None: they have to be described one by one.
 
@@ -136,7 +152,7 @@ def requests_of(forward_batch: Any, *, lookahead: int) -> BatchRequests | None:
     if forward_batch.forward_mode.is_decode() and forward_batch.seq_lens_cpu is not None:
         # The new token is counted already.
         prefix = forward_batch.seq_lens_cpu.numpy().astype(np.int64) - 1
-        extend = np.ones_like(prefix)
+        extend = _ones(len(prefix))
     else:
         prefix, extend = np.array(batches.lengths(forward_batch), np.int64).reshape(-1, 2).T.copy()
     if len(prefix) != len(composition):
