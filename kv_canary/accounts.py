@@ -93,8 +93,6 @@ class Accounts:
         self.reports: deque[ViolationReport] = deque(maxlen=1024)
         self.rank_reports: deque[RankReport] = deque(maxlen=1024)
         self.observers = list(observers)
-        # Most have nothing to say of a forward, which comes often.
-        self._of_forwards = [o for o in observers if type(o).on_forward is not Observer.on_forward]
         self._config, self._guard, self._rows, self._on_report = config, guard, rows, on_report
         self._steps: deque[StepRecord] = deque(maxlen=REMEMBERED_STEPS)
         # As reports call them: several groups where a tag is theirs alike.
@@ -133,7 +131,7 @@ class Accounts:
 
     def see_forward(self, forward: SingleForwardManager, batch: ForwardBatch) -> None:
         """Show a forward that is over to the observers."""
-        for observer in self._of_forwards:
+        for observer in self.observers:
             self._call(observer.on_forward, forward, batch)
 
     def launches_unknown(self) -> None:
