@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kv_canary import ops
     from kv_canary.backends import register, use_backend
-    from kv_canary.capacities import CanaryLaunchCapacities, CanaryLimits
-    from kv_canary.composition import BatchRequests, Composition, ForwardRequest, RequestSource
     from kv_canary.config import CanaryConfig
     from kv_canary.constants import (
         ANCHOR,
@@ -25,18 +23,21 @@ if TYPE_CHECKING:
         Tag,
     )
     from kv_canary.engines import Installation, install
-    from kv_canary.forward import ForwardBatch, SingleForwardManager
     from kv_canary.identity import identity_word
-    from kv_canary.manager import CanaryManager
     from kv_canary.observers import Observer
     from kv_canary.perturb_settings import PerturbConfig
-    from kv_canary.pools import BufferGroup, KvPool
     from kv_canary.ranks import RankGroup, RankReport, RankViolationError
     from kv_canary.reports import CanaryViolationError, Incident, ViolationReport
-    from kv_canary.rows import RowTable
+    from kv_canary.runtime.batch import ForwardBatch
+    from kv_canary.runtime.cached import CachedSlots
+    from kv_canary.runtime.capacities import CanaryLaunchCapacities, CanaryLimits
+    from kv_canary.runtime.composition import BatchRequests, Composition, ForwardRequest, RequestSource
+    from kv_canary.runtime.forward import SingleForwardManager
+    from kv_canary.runtime.manager import CanaryManager
+    from kv_canary.runtime.pools import BufferGroup, KvPool
+    from kv_canary.runtime.rows import RowTable
+    from kv_canary.runtime.summary import CanarySummary
     from kv_canary.specs.structures import Endpoint, KvSource, ResolvedSlots, VerifyPlan, ViolationLog, WritePlan
-    from kv_canary.summary import CanarySummary
-    from kv_canary.sweep import CachedSlots
 
 __version__ = "0.1.0"
 
@@ -88,12 +89,12 @@ __all__ = [
 
 # Where each name comes from, but for `ops`, which is a module.
 _MODULES: dict[str, tuple[str, ...]] = {
-    "kv_canary.summary": ("CanarySummary",),
+    "kv_canary.runtime.summary": ("CanarySummary",),
     "kv_canary.backends": (
         "register",
         "use_backend",
     ),
-    "kv_canary.capacities": (
+    "kv_canary.runtime.capacities": (
         "CanaryLaunchCapacities",
         "CanaryLimits",
     ),
@@ -112,18 +113,19 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "Installation",
         "install",
     ),
-    "kv_canary.composition": (
+    "kv_canary.runtime.composition": (
         "BatchRequests",
         "Composition",
         "ForwardRequest",
         "RequestSource",
     ),
-    "kv_canary.forward": ("ForwardBatch", "SingleForwardManager"),
+    "kv_canary.runtime.batch": ("ForwardBatch",),
+    "kv_canary.runtime.forward": ("SingleForwardManager",),
     "kv_canary.identity": ("identity_word",),
-    "kv_canary.manager": ("CanaryManager",),
+    "kv_canary.runtime.manager": ("CanaryManager",),
     "kv_canary.observers": ("Observer",),
     "kv_canary.perturb_settings": ("PerturbConfig",),
-    "kv_canary.pools": (
+    "kv_canary.runtime.pools": (
         "BufferGroup",
         "KvPool",
     ),
@@ -137,7 +139,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "Incident",
         "ViolationReport",
     ),
-    "kv_canary.rows": ("RowTable",),
+    "kv_canary.runtime.rows": ("RowTable",),
     "kv_canary.specs.structures": (
         "Endpoint",
         "KvSource",
@@ -146,7 +148,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "ViolationLog",
         "WritePlan",
     ),
-    "kv_canary.sweep": ("CachedSlots",),
+    "kv_canary.runtime.cached": ("CachedSlots",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

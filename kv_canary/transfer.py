@@ -7,24 +7,21 @@ receiver compares geometries once per sender, and lands every request before the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from kv_canary import ops
 from kv_canary.constants import ANCHOR, RECORD_WORDS, Tag
 from kv_canary.errors import must_be
 from kv_canary.hashing import mix
-from kv_canary.host import send
 from kv_canary.output import logger
-from kv_canary.pools import BufferGroup, KvPool
-from kv_canary.specs.structures import Endpoint, KvSource, ViolationLog, WritePlan
-from kv_canary.state import anchor_of
+from kv_canary.runtime.aside import write_aside
+from kv_canary.runtime.pools import KvPool
+from kv_canary.specs.structures import Endpoint, KvSource
 
 if TYPE_CHECKING:
-    from kv_canary.manager import CanaryManager
+    from kv_canary.runtime.manager import CanaryManager
 
 _RECORD_BYTES = 8 * RECORD_WORDS
 
@@ -197,82 +194,6 @@ def land(
     return Landing(received=length, cleared=len(slots) - length, uncovered=uncovered)
 
 
-def write_aside(
-    manager: CanaryManager,
-    endpoint: Endpoint,
-    *,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    chain: int = 0,
-    owner: int = 0,
-) -> None:
-    """Record tokens outside of any forward, of the bytes that lie there now: nothing is counted or reported.
-
-    Args:
-        manager: the canary.
-        endpoint: whose records are written.
-        tokens, positions, slots: int64 [n] on the manager's device; nothing is recorded for slot 0.
-        chain: of what comes before the first token, signed.
-        owner: serial number that the records name.
-    """
-    device = manager.device
-    # The plan's one request has row 1 and no prefix.
-    offsets, owners, tails = send(device, [0, len(slots)], [owner], [0, chain])
-    plan = WritePlan.allocate(write_cap=1, device=device)
-    plan.rows.fill_(1)
-    plan.owners.copy_(owners)
-    plan.offsets.copy_(offsets)
-    plan.num_requests.fill_(1)
-    ops.write(
-        write_plan=plan,
-        input_ids=tokens,
-        positions=positions,
-        out_slots=slots,
-        endpoint=endpoint,
-        tails=tails,
-        step=manager.state.step,
-        check_positions=torch.zeros(1, dtype=torch.int32, device=device),
-        track_lifetime=False,
-        violations=ViolationLog.allocate(ring_cap=1, device=device),
-        counters=torch.zeros_like(manager.state.counters),
-        backend=manager.backend,
-    )
-
-
-def record_prefix(
-    manager: CanaryManager,
-    group: BufferGroup,
-    *,
-    slots: torch.Tensor,
-    tokens: Sequence[int],
-    owner: int,
-    identity: int = 0,
-) -> None:
-    """Record `tokens` as the content of `slots`, whose bytes are what they are now; nothing is counted or reported.
-
-    Args:
-        manager: the canary.
-        group: one of its groups.
-        slots: int64 [n] on the manager's device, the slot of every position from 0 on, 0 where none is to be recorded.
-        tokens: [n] the token that each of them holds: `group.token_offset` later than the position.
-        owner: the request's serial number.
-        identity: its identity word.
-    """
-    given, positions = send(manager.device, tokens, range(len(tokens)))
-    tags = (group.tail_tag,) if group.pool.head_records is None else (group.head_tag, group.tail_tag)
-    for tag in tags:
-        write_aside(
-            manager,
-            manager.endpoint(group, tag, with_bytes=True),
-            tokens=given,
-            positions=positions,
-            slots=slots,
-            chain=anchor_of(identity),
-            owner=owner,
-        )
-
-
 def _pages(source: KvSource, layer: int, page_size: int) -> torch.Tensor:
     """Return uint8 [pages, bytes of a page], a view of one layer."""
     rows, rest = divmod(page_size, source.page_size)
@@ -300,7 +221,7 @@ def _fingerprint_anew(manager: CanaryManager, pool: KvPool, slots: torch.Tensor)
     slots = torch.where((slots > 0) & (slots < len(records)), slots, 0)
     arrived = records[slots]
     write_aside(
-        manager,
+        manager.context,
         Endpoint(tag=Tag.TAIL_FULL, records=records, k_source=pool.k_source, v_source=pool.v_source),
         tokens=torch.zeros_like(slots),
         # Which bytes a fingerprint covers goes by the position that the record itself names.

@@ -54,7 +54,7 @@ def test_kept_results_name_their_device(path: Path) -> None:
 
 def test_the_runtime_is_without_the_tools_that_no_engine_runs() -> None:
     names = set(evidence.read("kv_canary"))
-    assert {"kv_canary/manager.py", "kv_canary/specs/verify.py", "kv_canary/engines/sglang/session.py"} <= names
+    assert {"kv_canary/runtime/manager.py", "kv_canary/specs/verify.py", "kv_canary/engines/sglang/session.py"} <= names
     assert not [n for n in names if n.startswith(("kv_canary/commands", "kv_canary/demo", "kv_canary/bench"))]
 
 

@@ -74,12 +74,12 @@ def module_name(path: Path) -> str:
     return ".".join([PACKAGES[folder], *(part for part in parts if part != "__init__")])
 
 
-def runtime_imports(path: Path, modules: Collection[str]) -> Iterator[str]:
-    """Yield those of `modules` that `path` imports, in functions too, but for a type checker alone."""
+def runtime_imports(path: Path, modules: Collection[str], *, types_too: bool = False) -> Iterator[str]:
+    """Yield those of `modules` that `path` imports, in functions too; for a type checker alone, with `types_too`."""
     pending: list[ast.AST] = [ast.parse(path.read_text())]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not types_too:
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)
@@ -196,6 +196,21 @@ def test_no_module_imports_itself_by_way_of_others_not_even_in_functions() -> No
         {name: {found for found in runtime_imports(path, modules) if found != name} for name, path in modules.items()}
     )
     sorter.prepare()
+
+
+def test_the_runtime_looks_down_only_not_even_a_type_looks_up() -> None:
+    """So nothing below the manager knows of it, and nothing below a forward calls back into one by its class."""
+    layered = ("runtime", "ranks", "reports", "observers", "perturb", "engines", "transfer")
+    modules = {module_name(path): path for path in sources("kv_canary")}
+    modules = {name: path for name, path in modules.items() if inside(name, tuple(f"kv_canary.{x}" for x in layered))}
+    sorter = graphlib.TopologicalSorter(
+        {
+            name: {x for x in runtime_imports(path, modules, types_too=True) if x in modules and x != name}
+            for name, path in modules.items()
+        }
+    )
+    order = list(sorter.static_order())
+    assert order.index("kv_canary.runtime.manager") > order.index("kv_canary.runtime.forward")
 
 
 def test_kernels_init_holds_a_docstring_only() -> None:

@@ -11,8 +11,8 @@ import pytest
 from kv_canary.config import CanaryConfig
 from kv_canary.perturb import MODES, PerturbConfig
 from kv_canary.perturb_settings import PREFIX
+from kv_canary.runtime.summary import CanaryStatus
 from kv_canary.settings import ENVIRONMENT
-from kv_canary.summary import CanaryStatus
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "operating.md"

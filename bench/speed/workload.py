@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 import kv_canary as kc
-from kv_canary import sweep
 from kv_canary.bench.speed.cases import Does
 from kv_canary.bench.speed.state import OWNERS, State
+from kv_canary.runtime import sweep
 from kv_canary.specs import get_spec
 
 SECTOR = 32

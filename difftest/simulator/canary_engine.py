@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from kv_canary.capacities import CanaryLimits
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import HEAD_OF_CHAIN, UNCHECKED
 from kv_canary.difftest.simulator.actions import Action, perform
@@ -17,14 +16,15 @@ from kv_canary.difftest.simulator.groups import Group, LutGroup, RingGroup
 from kv_canary.difftest.simulator.kv_bytes import copy_slots, fill_slots
 from kv_canary.difftest.simulator.op_calls import Call
 from kv_canary.difftest.simulator.requests import Request
-from kv_canary.forward import ForwardBatch
-from kv_canary.manager import CanaryManager
 from kv_canary.observers import Observer
 from kv_canary.perturb import PerturbConfig
-from kv_canary.pools import BufferGroup, KvPool
 from kv_canary.reports import ViolationReport
+from kv_canary.runtime.batch import ForwardBatch
+from kv_canary.runtime.cached import CachedSlots
+from kv_canary.runtime.capacities import CanaryLimits
+from kv_canary.runtime.manager import CanaryManager
+from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.specs.structures import KvSource
-from kv_canary.sweep import CachedSlots
 
 OnReport = Callable[[ViolationReport], None]
 

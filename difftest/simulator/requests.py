@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from kv_canary.composition import ForwardRequest
-from kv_canary.forward import ForwardBatch
+from kv_canary.runtime.batch import ForwardBatch
+from kv_canary.runtime.composition import ForwardRequest
 
 
 @dataclass(eq=False, kw_only=True)

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from kv_canary.capacities import CanaryLimits
 from kv_canary.config import CanaryConfig
 from kv_canary.difftest.simulator.requests import Request, forward_batch
-from kv_canary.forward import ForwardBatch
-from kv_canary.manager import CanaryManager
-from kv_canary.pools import BufferGroup
 from kv_canary.reports import ViolationReport
-from kv_canary.rows import RowTable
+from kv_canary.runtime.batch import ForwardBatch
+from kv_canary.runtime.capacities import CanaryLimits
+from kv_canary.runtime.manager import CanaryManager
+from kv_canary.runtime.pools import BufferGroup
+from kv_canary.runtime.rows import RowTable
 from kv_canary.specs.structures import KvSource
 
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from kv_canary.capacities import CanaryLimits
 from kv_canary.config import CanaryConfig
 from kv_canary.difftest.simulator.requests import Request
 from kv_canary.difftest.simulator.scripted_engine import ScriptedEngine, kv_source
 from kv_canary.errors import must_be
-from kv_canary.pools import BufferGroup, KvPool
+from kv_canary.runtime.capacities import CanaryLimits
+from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.transfer import TransferBuffer, buffers
 
 FULL, SWA = "full", "swa"

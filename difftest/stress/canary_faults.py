@@ -14,10 +14,11 @@ from unittest import mock
 
 import numpy as np
 
-from kv_canary import drain, host, launches, ops, state, unverified
+from kv_canary import ops
 from kv_canary.observers import Observer, events
 from kv_canary.observers.base import StepFacts
 from kv_canary.reports import ViolationReport, bundle, reporter
+from kv_canary.runtime import device_state, drain, host, launches, unverified
 from kv_canary.specs.structures import ResolvedSlots, WritePlan
 
 OPS = (
@@ -35,9 +36,9 @@ OPS = (
 PLACES: tuple[tuple[Any, str], ...] = (
     (host.Mailbox, "post"),
     (host, "send"),
-    (state, "send"),
+    (device_state, "send"),
     (unverified, "send"),
-    (state.CanaryDeviceState, "branch"),
+    (device_state.CanaryDeviceState, "branch"),
     (drain.Drain, "push"),
     (drain.Drain, "poll"),
     (drain.Drain, "_fetch"),

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from kv_canary.composition import ForwardRequest
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import Reason, Tag
 from kv_canary.difftest.simulator import EngineConfig
 from kv_canary.difftest.simulator.canary_engine import CanaryEngine
 from kv_canary.difftest.simulator.groups import Group
-from kv_canary.forward import ForwardBatch
 from kv_canary.perturb import Injection, PerturbConfig
-from kv_canary.pools import BufferGroup
 from kv_canary.reports import ViolationReport
+from kv_canary.runtime.batch import ForwardBatch
+from kv_canary.runtime.composition import ForwardRequest
+from kv_canary.runtime.pools import BufferGroup
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,20 +20,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kv_canary.capacities import CanaryLimits
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import HEAD_OF_CHAIN
 from kv_canary.difftest.simulator.allocator import PageAllocator
 from kv_canary.difftest.simulator.prefix_cache import PrefixCache
 from kv_canary.difftest.simulator.requests import Request
 from kv_canary.difftest.simulator.scripted_engine import kv_source
-from kv_canary.forward import CapturedForward, ForwardBatch
-from kv_canary.host import send
-from kv_canary.manager import CanaryManager
 from kv_canary.perturb import PerturbConfig
-from kv_canary.pools import BufferGroup, KvPool
 from kv_canary.reports import ViolationReport
-from kv_canary.sweep import CachedSlots
+from kv_canary.runtime.batch import ForwardBatch
+from kv_canary.runtime.cached import CachedSlots
+from kv_canary.runtime.capacities import CanaryLimits
+from kv_canary.runtime.forward import CapturedForward
+from kv_canary.runtime.host import send
+from kv_canary.runtime.manager import CanaryManager
+from kv_canary.runtime.pools import BufferGroup, KvPool
 
 VOCABULARY = 1021
 # About one token in so many ends its request: the host learns of it a step late.

@@ -17,7 +17,7 @@ from kv_canary.difftest.simulator.canary_engine import CanaryEngine
 from kv_canary.difftest.simulator.groups import Group
 from kv_canary.difftest.simulator.requests import Request
 from kv_canary.difftest.strategies.engine import engine_configs
-from kv_canary.forward import ForwardBatch
+from kv_canary.runtime.batch import ForwardBatch
 
 # How often what `random_action` never does happens: steps of nothing, and an emptied cache.
 IDLE_SHARE, FLUSH_SHARE = 0.03, 0.01

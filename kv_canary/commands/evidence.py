@@ -91,7 +91,7 @@ KINDS = {
     "demo": Evidence(files=("h200_demo.json",), sources=RUNTIME, command="kv-canary demo --device cuda --json FILE"),
     "peer": Evidence(
         files=("h200_peer.json",),
-        sources=("kernels", "kv_canary/specs", "kv_canary/launches.py"),
+        sources=("kernels", "kv_canary/specs", "kv_canary/runtime/launches.py"),
         command="kv-canary bench --peer sglang --json FILE",
     ),
     "variants": Evidence(

@@ -20,8 +20,8 @@ from kv_canary.engines.transformers import TransformersCanary
 from kv_canary.engines.transformers_layouts import BlockLayout, Layout
 from kv_canary.perturb import PerturbConfig, Perturber, bytes_of
 from kv_canary.perturb_settings import Half
-from kv_canary.pools import KvPool
 from kv_canary.reports import ViolationReport
+from kv_canary.runtime.pools import KvPool
 
 # Forwards before the first fault: enough for a mix of prefills and decodes.
 WARM_UP_STEPS = 6

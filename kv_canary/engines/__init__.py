@@ -10,7 +10,7 @@ from kv_canary.backends import active_backend
 from kv_canary.config import CanaryConfig
 from kv_canary.errors import must_be
 from kv_canary.reports import ViolationReport
-from kv_canary.summary import CanarySummary
+from kv_canary.runtime.summary import CanarySummary
 
 # The top-level package that an engine's objects come from, and the adapter for them.
 _ADAPTERS = {"transformers": "kv_canary.engines.transformers"}

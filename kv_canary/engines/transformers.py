@@ -22,12 +22,12 @@ from kv_canary.engines.patches import Patches
 from kv_canary.engines.transformers_layouts import Layout, layout_class
 from kv_canary.engines.transformers_session import Session
 from kv_canary.errors import must_be
-from kv_canary.guard import Guard
 from kv_canary.identity import Identity
-from kv_canary.manager import CanaryManager
 from kv_canary.output import logger
 from kv_canary.reports import CanaryViolationError, ViolationReport
-from kv_canary.summary import CanaryStatus, CanarySummary
+from kv_canary.runtime.guard import Guard
+from kv_canary.runtime.manager import CanaryManager
+from kv_canary.runtime.summary import CanaryStatus, CanarySummary
 
 OnReport = Callable[[ViolationReport], None]
 

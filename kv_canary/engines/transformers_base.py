@@ -17,8 +17,8 @@ import torch
 from kv_canary.constants import HEAD_OF_CHAIN, UNCHECKED
 from kv_canary.engines.patches import Patches
 from kv_canary.errors import must_be
-from kv_canary.pools import BufferGroup, KvPool
-from kv_canary.sweep import CachedSlots
+from kv_canary.runtime.cached import CachedSlots
+from kv_canary.runtime.pools import BufferGroup, KvPool
 
 
 @dataclass(frozen=True, kw_only=True)

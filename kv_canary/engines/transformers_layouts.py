@@ -11,7 +11,7 @@ from kv_canary.constants import BAD_SLOT
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.transformers_base import Events, Layout, buffer_group, page_slots
 from kv_canary.errors import must_be
-from kv_canary.pools import KvPool
+from kv_canary.runtime.pools import KvPool
 from kv_canary.specs.structures import KvSource
 
 __all__ = ["BlockLayout", "Layout", "SectorLayout", "layout_class"]

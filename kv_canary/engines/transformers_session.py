@@ -24,23 +24,24 @@ from typing import Any
 
 import torch
 
-from kv_canary.capacities import CanaryLimits
-from kv_canary.composition import ForwardRequest
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import BAD_SLOT
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.transformers_base import Events, Layout
 from kv_canary.errors import must_be
-from kv_canary.forward import ForwardBatch, SingleForwardManager
-from kv_canary.guard import Contained
-from kv_canary.host import send
 from kv_canary.identity import Identity, word_of
-from kv_canary.manager import CanaryManager
-from kv_canary.pools import KvPool
 from kv_canary.reports import CanaryViolationError, ViolationReport
-from kv_canary.rows import RowTable
-from kv_canary.state import widen
-from kv_canary.sweep import CachedSlots
+from kv_canary.runtime.batch import ForwardBatch
+from kv_canary.runtime.cached import CachedSlots
+from kv_canary.runtime.capacities import CanaryLimits
+from kv_canary.runtime.composition import ForwardRequest
+from kv_canary.runtime.device_state import widen
+from kv_canary.runtime.forward import SingleForwardManager
+from kv_canary.runtime.guard import Contained
+from kv_canary.runtime.host import send
+from kv_canary.runtime.manager import CanaryManager
+from kv_canary.runtime.pools import KvPool
+from kv_canary.runtime.rows import RowTable
 
 WARMUP_PREFIX = "__warmup_"
 

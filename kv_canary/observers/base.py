@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kv_canary.forward import ForwardBatch, SingleForwardManager
     from kv_canary.ranks import RankReport
     from kv_canary.reports import ViolationReport
-    from kv_canary.summary import CanaryStatus
+    from kv_canary.runtime.batch import ForwardBatch, WatchedForward
+    from kv_canary.runtime.summary import CanaryStatus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class StepFacts:
 class Observer:
     """Does nothing; subclasses do. What they raise is logged, and the canary goes on."""
 
-    def on_forward(self, forward: SingleForwardManager, batch: ForwardBatch) -> None:
+    def on_forward(self, forward: WatchedForward, batch: ForwardBatch) -> None:
         """Called behind every forward, on its stream and outside any graph; must not wait for the device."""
 
     def on_report(self, report: ViolationReport) -> None:

@@ -18,7 +18,7 @@ from kv_canary.observers.base import Observer, StepFacts
 from kv_canary.observers.overflow import names_of
 from kv_canary.output import logger, post
 from kv_canary.ratelimit import RateLimit
-from kv_canary.summary import CanaryStatus
+from kv_canary.runtime.summary import CanaryStatus
 
 if TYPE_CHECKING:
     from kv_canary.ranks import RankReport

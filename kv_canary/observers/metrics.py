@@ -22,15 +22,15 @@ from kv_canary.errors import must_be
 from kv_canary.observers.base import Observer, StepFacts
 from kv_canary.observers.metrics_server import ADDRESS, MetricsServer
 from kv_canary.observers.overflow import names_of
-from kv_canary.summary import CanaryStatus
+from kv_canary.runtime.summary import CanaryStatus
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
-    from kv_canary.forward import ForwardBatch, SingleForwardManager
     from kv_canary.ranks import RankReport
     from kv_canary.reports import ViolationReport
+    from kv_canary.runtime.batch import ForwardBatch, WatchedForward
 
 # A label's values, and the number that stands there.
 _Sample = tuple[tuple[str, ...], float]
@@ -251,7 +251,7 @@ class PrometheusMetrics(Observer):
             self._close_server()
             raise
 
-    def on_forward(self, forward: SingleForwardManager, batch: ForwardBatch) -> None:
+    def on_forward(self, forward: WatchedForward, batch: ForwardBatch) -> None:
         with self._lock:
             # From 0 on: a counter that appears with its first count has no increase to see.
             self._totals.incomplete.update(

@@ -20,8 +20,7 @@ from kv_canary.observers.base import Observer, StepFacts
 from kv_canary.output import logger
 
 if TYPE_CHECKING:
-    from kv_canary.forward import ForwardBatch, SingleForwardManager
-    from kv_canary.launches import VerifiedEntries
+    from kv_canary.runtime.batch import ForwardBatch, VerifiedEntries, WatchedForward
 
 _KEY = "kv_canary_swa_divergence="
 
@@ -109,21 +108,21 @@ class SwaDivergenceLogger(Observer):
         self._every = every
         self._pending: deque[_Pending] = deque()
 
-    def on_forward(self, forward: SingleForwardManager, batch: ForwardBatch) -> None:
+    def on_forward(self, forward: WatchedForward, batch: ForwardBatch) -> None:
         self._log_arrived()
         windowed = [g for g in forward.groups if g.window]
-        manager = forward.manager
-        if not windowed or manager.step % self._every:
+        context = forward.context
+        if not windowed or context.step % self._every:
             return
         full = next((g for g in forward.groups if not g.window), None)
-        divergence = torch.zeros(1, dtype=torch.int64, device=manager.device)
+        divergence = torch.zeros(1, dtype=torch.int64, device=context.device)
         beyond = 0
         if full is not None:
             for group in windowed:
                 divergence += _divergence(forward.verified(group.name), batch.tables[full.name])
                 beyond += sum(max(0, r.prefix_len - group.window) for r in batch.requests)
-        words = torch.cat((divergence, manager.state.counters[:, 1]))
-        self._pending.append(_send(words, forward_ct=manager.step, beyond=beyond))
+        words = torch.cat((divergence, context.state.counters[:, 1]))
+        self._pending.append(_send(words, forward_ct=context.step, beyond=beyond))
         self._log_arrived()
 
     def on_step(self, facts: StepFacts) -> None:

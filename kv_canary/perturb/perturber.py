@@ -11,12 +11,12 @@ import torch
 
 from kv_canary.constants import Reason, Tag
 from kv_canary.errors import must_be
-from kv_canary.forward import ForwardBatch
 from kv_canary.perturb.slots import ActiveSlot, collect_active_slots, pick_out_cache_loc_slot
 from kv_canary.perturb_settings import BYTE_MODES, PerturbConfig
-from kv_canary.pools import BufferGroup
+from kv_canary.runtime.batch import ForwardBatch
+from kv_canary.runtime.cached import CachedSlots
+from kv_canary.runtime.pools import BufferGroup
 from kv_canary.specs.structures import KvSource
-from kv_canary.sweep import CachedSlots
 
 
 @dataclass(frozen=True, kw_only=True)

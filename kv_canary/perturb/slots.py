@@ -6,9 +6,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_canary.composition import ForwardRequest
-from kv_canary.forward import ForwardBatch
-from kv_canary.pools import BufferGroup
+from kv_canary.runtime.batch import ForwardBatch
+from kv_canary.runtime.composition import ForwardRequest
+from kv_canary.runtime.pools import BufferGroup
 
 
 @dataclass(frozen=True, kw_only=True)

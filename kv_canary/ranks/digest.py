@@ -6,17 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import torch
 
 from kv_canary.ranks.compare import Flag, Word
+from kv_canary.runtime.batch import ForwardBatch, WatchedForward
+from kv_canary.runtime.composition import ForwardRequest
+from kv_canary.runtime.context import CanaryContext
 from kv_canary.specs.structures import ViolationLog
-
-if TYPE_CHECKING:
-    from kv_canary.composition import ForwardRequest
-    from kv_canary.forward import ForwardBatch, SingleForwardManager
-    from kv_canary.manager import CanaryManager
 
 # Entries that are counted at once, which bounds the memory that this takes.
 _CHUNK = 1 << 18
@@ -72,9 +69,9 @@ class Digest:
 class Gatherer:
     """Gathers one step's lines in a static buffer on the device, and copies them to the host without waiting."""
 
-    def __init__(self, manager: CanaryManager) -> None:
-        self._manager = manager
-        device = manager.device
+    def __init__(self, context: CanaryContext) -> None:
+        self._context = context
+        device = context.device
         self._buffer = torch.zeros(self.shape, dtype=torch.int64, device=device)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._sent: torch.cuda.Event | None = None
@@ -83,21 +80,21 @@ class Gatherer:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Groups, requests of a forward at most, words."""
-        return len(self._manager.groups), self._manager.limits.max_requests, len(Word)
+        return len(self._context.groups), self._context.limits.max_requests, len(Word)
 
-    def see(self, forward: SingleForwardManager, batch: ForwardBatch) -> None:
+    def see(self, forward: WatchedForward, batch: ForwardBatch) -> None:
         """Gather the lines of a forward that is over; in a step, the first forward of each group counts."""
-        groups = [i for i, g in enumerate(self._manager.groups) if g in forward.groups and i not in self._requests]
+        groups = [i for i, g in enumerate(self._context.groups) if g in forward.groups and i not in self._requests]
         if forward.inner or not groups:
             return
         if not self._requests:
             if self._sent is not None:
                 # The copy of the last ones is over by now; this makes it certain.
-                torch.cuda.current_stream(self._manager.device).wait_event(self._sent)
+                torch.cuda.current_stream(self._context.device).wait_event(self._sent)
             self._buffer.zero_()
         for i in groups:
             self._gather(i, forward, batch.requests)
-            group = self._manager.groups[i]
+            group = self._context.groups[i]
             self._requests[i] = [(r, group.ring and r.extend_len > group.window) for r in batch.requests]
 
     def digest(self, step: int) -> Digest:
@@ -106,7 +103,7 @@ class Gatherer:
         if self._side is None:
             return Digest(step=step, requests=requests, lines=self._buffer.clone())
         lines = torch.empty(self.shape, dtype=torch.int64, pin_memory=True)
-        self._side.wait_stream(torch.cuda.current_stream(self._manager.device))
+        self._side.wait_stream(torch.cuda.current_stream(self._context.device))
         with torch.cuda.stream(self._side):
             lines.copy_(self._buffer, non_blocking=True)
             self._sent = torch.cuda.Event()
@@ -117,8 +114,8 @@ class Gatherer:
         """Be ready for the next step."""
         self._requests = {}
 
-    def _gather(self, i: int, forward: SingleForwardManager, requests: Sequence[ForwardRequest]) -> None:
-        manager, group = self._manager, self._manager.groups[i]
+    def _gather(self, i: int, forward: WatchedForward, requests: Sequence[ForwardRequest]) -> None:
+        context, group = self._context, self._context.groups[i]
         writes = forward.write_plans[group.name]
         lines, records = self._buffer[i, : len(requests)], group.pool.records
         rows, seeds = writes.rows[: len(requests)], writes.seed_slots[: len(requests)]
@@ -127,16 +124,16 @@ class Gatherer:
         # Slot 0 is never written, so that a slot outside reads as nothing.
         lines[:, Word.SEED_SLOT] = seeds
         lines[:, Word.SEED_CHAIN] = seed[:, _CHAIN_WORD]
-        lines[:, Word.TAIL] = manager.state.tails[group.token_offset].chains[rows]
-        room = manager.limits.max_rows
+        lines[:, Word.TAIL] = context.state.tails[group.token_offset].chains[rows]
+        room = context.limits.max_rows
         planned = min(sum(r.prefix_len for r in requests), forward.entry_capacities[group.name])
         lines[:, Word.ENTRIES] = _entries(forward, group.name, planned=planned, rows=room)[rows]
-        lines[:, Word.VIOLATIONS] = _violations(manager.state.violations, manager.state.step, rows=room)[rows]
+        lines[:, Word.VIOLATIONS] = _violations(context.state.violations, context.state.step, rows=room)[rows]
 
 
-def _entries(forward: SingleForwardManager, group: str, *, planned: int, rows: int) -> torch.Tensor:
+def _entries(forward: WatchedForward, group: str, *, planned: int, rows: int) -> torch.Tensor:
     """Return int64 [rows] how many entries HEAD verified of each row; there were `planned` at most."""
-    result = torch.zeros(rows, dtype=torch.int64, device=forward.manager.device)
+    result = torch.zeros(rows, dtype=torch.int64, device=forward.context.device)
     for first in range(0, planned, _CHUNK):
         part = forward.verified(group, first=first, end=min(first + _CHUNK, planned))
         result.index_add_(0, part.rows.clamp(0, rows - 1), part.valid.to(torch.int64))

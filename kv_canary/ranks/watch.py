@@ -7,7 +7,7 @@ import weakref
 import zlib
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -18,12 +18,11 @@ from kv_canary.ranks.digest import Digest, Gatherer
 from kv_canary.ranks.group import Exchange, RankGroup
 from kv_canary.ranks.meeting import Agreement, Meeting, check_same
 from kv_canary.ranks.verdict import RankVerdict, RankViolationError
-
-if TYPE_CHECKING:
-    from kv_canary.accounts import StepRecord
-    from kv_canary.forward import ForwardBatch, SingleForwardManager
-    from kv_canary.manager import CanaryManager
-    from kv_canary.reports import CanaryViolationError
+from kv_canary.redact import Redactor
+from kv_canary.reports import CanaryViolationError
+from kv_canary.runtime.batch import ForwardBatch, WatchedForward
+from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.history import StepRecord
 
 # Steps from a digest to its exchange: its copy to the host is over by then, however far the host runs ahead.
 LAG = 4
@@ -47,6 +46,21 @@ class _UnderWay:
     names: dict[int, str]
 
 
+class RankAccounts(Protocol):
+    """What is told of differences between ranks."""
+
+    redactor: Redactor | None
+
+    def take_ranks(self, report: RankReport) -> None:
+        """Take in a difference between ranks."""
+
+    def degrade(self) -> None:
+        """Take in that the ranks are not compared from here on."""
+
+    def restore(self) -> None:
+        """Take in that the ranks are compared again."""
+
+
 class RankWatch:
     """The ranks' side of one canary manager.
 
@@ -59,19 +73,20 @@ class RankWatch:
     all of them have said that the first exchange was over for them.
 
     Args:
-        manager: the canary of this rank, whose groups, limits and configuration are known.
+        context: of the canary of this rank.
         ranks: the group.
+        accounts: told of what differs.
 
     Raises:
         ValueError: the ranks are configured differently.
     """
 
-    def __init__(self, manager: CanaryManager, ranks: RankGroup) -> None:
+    def __init__(self, context: CanaryContext, ranks: RankGroup, *, accounts: RankAccounts) -> None:
         ranks.claim()
-        self._manager, self._ranks = manager, ranks
-        self._every = manager.config.digest_every
-        self._agrees = manager.config.mode == "raise"
-        self._gatherer = Gatherer(manager)
+        self._context, self._ranks, self._accounts = context, ranks, accounts
+        self._every = context.config.digest_every
+        self._agrees = context.config.mode == "raise"
+        self._gatherer = Gatherer(context)
         # What every exchange brings: the header, and the lines of a digest where there may be one.
         self._shape = self._gatherer.shape if self._every else (0, 0, 0)
         self._digests: deque[Digest] = deque()
@@ -101,7 +116,7 @@ class RankWatch:
             "mode (1: raise)": int(self._agrees),
             "max_requests": self._gatherer.shape[1],
             "the groups (their number)": self._gatherer.shape[0],
-            "the groups (crc32 of their names)": zlib.crc32("\0".join(g.name for g in manager.groups).encode()),
+            "the groups (crc32 of their names)": zlib.crc32("\0".join(g.name for g in context.groups).encode()),
         }
         self._meeting = Meeting(ranks, self._settings, waits=self._agrees)
         # At the end of the process too.
@@ -116,15 +131,15 @@ class RankWatch:
         self._sentence = self._sentence or (error.reports[0].sentence if error.reports else str(error))
         self._errors.append(error)
 
-    def see(self, forward: SingleForwardManager, batch: ForwardBatch) -> None:
+    def see(self, forward: WatchedForward, batch: ForwardBatch) -> None:
         """Gather what this rank has of the requests of a forward that is over, where the step is to be compared."""
-        if not self.alone and self._every and self._manager.step % self._every == 0:
+        if not self.alone and self._every and self._context.step % self._every == 0:
             try:
                 self._gatherer.see(forward, batch)
             except Exception:
                 # Said to the others as well: they wait for what this rank sends.
                 self._lost = True
-                logger.exception("kv-canary: ranks: the digest of step %d was not gathered", self._manager.step)
+                logger.exception("kv-canary: ranks: the digest of step %d was not gathered", self._context.step)
 
     def end_step(self, step: StepRecord) -> None:
         """Send off the step's digest to the host."""
@@ -174,7 +189,7 @@ class RankWatch:
                 self._collect(wait=True, seconds=min(FLUSH_SECONDS, self._ranks.timeout / 2))
             return
         self._collect(wait=True)
-        last = self._manager.step
+        last = self._context.step
         steps = [s for s in range(max(1, last - LAG + 1), last + 1) if self._every and s % self._every == 0]
         for step in steps or [0]:
             self._send(last, digest_step=step)
@@ -281,17 +296,17 @@ class RankWatch:
         reports = compare(
             {rank: message.lines(received[rank], self._shape) for rank in complete},
             step=headers[complete[0]].digest_step,
-            groups=[g.name for g in self._manager.groups],
+            groups=[g.name for g in self._context.groups],
             names=under_way.names,
-            redactor=self._manager.accounts.redactor,
+            redactor=self._accounts.redactor,
             steps_match=self._steps_match,
         )
         # What goes on from one digest to the next is told once.
         before, self._told = self._told, {(r.key, r.differences, r.ranks) for r in reports}
         new = [r for r in reports if (r.key, r.differences, r.ranks) not in before]
-        most = self._manager.config.max_reports_per_step
+        most = self._context.config.max_reports_per_step
         for report in new[:most]:
-            self._manager.accounts.take_ranks(report)
+            self._accounts.take_ranks(report)
         if len(new) > most:
             logger.error("kv-canary: ranks: %d more requests differ and are not written out", len(new) - most)
         if self._agrees:
@@ -323,7 +338,7 @@ class RankWatch:
             why,
             self._ranks.rank,
         )
-        self._manager.accounts.degrade()
+        self._accounts.degrade()
 
     def _go_on_together(self) -> None:
         """Exchange again, beginning with this step, if that is what all ranks have agreed on."""
@@ -345,7 +360,7 @@ class RankWatch:
         self._trial = None
         self.met += 1
         self._meeting.together()
-        self._manager.accounts.restore()
+        self._accounts.restore()
         and_raise, apart = ", and raise together," if self._agrees else "", ""
         if not trial.in_step:
             apart = (

@@ -5,9 +5,10 @@ once, looked around (`neighbourhood`) and saved (`bundle`) by the `reporter`.
 """
 
 from kv_canary.reports.decode import Decoder
+from kv_canary.reports.error import CanaryViolationError
 from kv_canary.reports.incidents import Incident
 from kv_canary.reports.neighbourhood import Neighbour, Neighbourhood
-from kv_canary.reports.report import CanaryViolationError, StoredRecord, ViolationReport
+from kv_canary.reports.report import StoredRecord, ViolationReport
 
 __all__ = [
     "CanaryViolationError",

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from kv_canary.constants import BAD_SLOT, MASK64, Reason
 from kv_canary.errors import printable
 from kv_canary.hashing import mix
-from kv_canary.pools import BufferGroup
 from kv_canary.reports.clusters import BYTES, CONTENT, Member
 from kv_canary.reports.report import StoredRecord, ViolationReport
+from kv_canary.runtime.pools import BufferGroup
 from kv_canary.specs.structures import KvSource
 from kv_canary.specs.violation_row import ViolationRow
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from kv_canary.constants import MASK64, OWNER_BITS, OWNER_MASK, STEP_MASK, Reason, Tag
 from kv_canary.errors import printable
-from kv_canary.pools import BufferGroup
 from kv_canary.redact import Redactor
 from kv_canary.reports.causes import cause_of_one
 from kv_canary.reports.report import StoredRecord, ViolationReport
+from kv_canary.runtime.pools import BufferGroup
 from kv_canary.specs.violation_row import ViolationRow
 
 # Only writes have these.

@@ -10,13 +10,13 @@ import torch
 
 from kv_canary import ops
 from kv_canary.constants import BAD_SLOT, HEAD_OF_CHAIN, OWNER_BITS, OWNER_MASK, STEP_MASK, UNCHECKED, Reason, Tag
-from kv_canary.pools import BufferGroup
+from kv_canary.runtime.pools import BufferGroup
+from kv_canary.runtime.tails import anchor_of
 from kv_canary.specs.structures import Endpoint, VerifyPlan, ViolationLog
 from kv_canary.specs.violation_row import ViolationRow
-from kv_canary.state import anchor_of
 
 if TYPE_CHECKING:
-    from kv_canary.composition import ForwardRequest
+    from kv_canary.runtime.composition import ForwardRequest
 
 # Verdict on a position that the window has left: its slot may be anybody's by now.
 LEFT = "LEFT_WINDOW"

@@ -1,28 +1,9 @@
-"""Violations once they are decoded: records, reports, and the error of raise mode."""
+"""Violations once they are decoded: records and reports."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from kv_canary.reports.incidents import Incident
-
-
-class CanaryViolationError(RuntimeError):
-    """The canary found corruption.
-
-    `reports` says what, in full for the first violations; `incidents` says it by cause; `total` counts the violations.
-    """
-
-    def __init__(self, reports: Sequence[ViolationReport], total: int, incidents: Sequence[Incident] = ()) -> None:
-        more = f" (and {total - len(reports)} more)" if total > len(reports) else ""
-        first = reports[0].sentence if reports else "violations were counted, but their details did not fit the ring"
-        super().__init__(f"kv-canary: {total} violation{'s' if total != 1 else ''}: {first}{more}")
-        self.reports = tuple(reports)
-        self.total = total
-        self.incidents = tuple(incidents)
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,12 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kv_canary.backends import select_backend
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import Tag
 from kv_canary.output import logger, post
-from kv_canary.pools import BufferGroup
 from kv_canary.ratelimit import PER_MINUTE, RateLimit
 from kv_canary.reports.bundle import MOST_BUNDLES, MOST_ROWS, Bundle, BundleFolder, utc_now
 from kv_canary.reports.decode import Decoder
@@ -21,11 +20,9 @@ from kv_canary.reports.incidents import Incident, IncidentTracker, goes_on
 from kv_canary.reports.neighbourhood import Neighbourhood, SlotReader, slots_of
 from kv_canary.reports.report import ViolationReport
 from kv_canary.reports.versions import versions
+from kv_canary.runtime.history import StepHistory, StepRecord
+from kv_canary.runtime.pools import BufferGroup
 from kv_canary.specs.violation_row import ViolationRow
-
-if TYPE_CHECKING:
-    from kv_canary.accounts import StepRecord
-    from kv_canary.composition import ForwardRequest
 
 # Positions on each side of a fault that its neighbourhood shows, and that a bundle's timeline shows.
 SIDE = 8
@@ -48,7 +45,7 @@ class IncidentReporter:
     Args:
         decoder: gives reports and names.
         config: how many lines and reports a drain may make, where bundles go, and who verifies.
-        steps: those that are remembered, oldest first.
+        steps: those that are remembered.
         summary: returns what the canary has done, JSON-ready, for bundles.
         clock: seconds that only grow; for tests.
     """
@@ -58,12 +55,12 @@ class IncidentReporter:
         decoder: Decoder,
         *,
         config: CanaryConfig,
-        steps: Sequence[StepRecord],
+        steps: StepHistory,
         summary: Callable[[], dict[str, Any]],
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._decoder, self._config, self._steps, self._summary = decoder, config, steps, summary
-        self._book = IncidentTracker(decoder, arrived=self._arrived)
+        self._book = IncidentTracker(decoder, arrived=steps.arrived)
         self._clock = clock or time.monotonic
         self._limit = RateLimit(INTERVAL, per_minute=PER_MINUTE, clock=self._clock)
         self._looks = RateLimit(0, per_minute=LOOKS_PER_MINUTE, clock=self._clock)
@@ -189,7 +186,7 @@ class IncidentReporter:
 
     def _surroundings(self, incident: Incident, side: int) -> Neighbourhood | None:
         """Return what lies around an incident now, or None where no table tells."""
-        first, newest = incident.first, self._steps[-1].number if self._steps else 0
+        first, newest = incident.first, 0 if self._steps.newest is None else self._steps.newest.number
         tag = Tag[first.tag]
         start, end = incident.positions[0]
         looker = SlotReader(
@@ -201,7 +198,7 @@ class IncidentReporter:
             pool = self._decoder.groups_of(tag)[0]
             rows = looker.slots(pool, tag, within=range(first.slot - side, first.slot + side + 1))
             return Neighbourhood(as_of_step=newest, request=None, group=pool.name, moved=False, rows=rows)
-        found = self._find(first.step, first.row)
+        found = self._steps.latest(first.step, first.row)
         group = None if found is None else self._group(tag, first, found[0])
         if found is None or group is None:
             return None
@@ -216,17 +213,6 @@ class IncidentReporter:
             as_of_step=newest, request=request.request_id, group=group.name, moved=here != first.slot, rows=rows
         )
 
-    def _find(self, number: int, row: int) -> tuple[StepRecord, ForwardRequest] | None:
-        """Return the latest step with the request that ran in this row at step `number`, and how it ran there."""
-        then = next((s.request(row) for s in self._steps if s.number == number), None)
-        if then is None:
-            return None
-        for step in reversed(self._steps):
-            request = step.request(row)
-            if request is not None and request.owner == then.owner and step.tables:
-                return step, request
-        return None
-
     def _group(self, tag: Tag, first: ViolationReport, step: StepRecord) -> BufferGroup | None:
         """Return the group of a report: where several share its tag, the one whose table names the slot."""
         groups = [g for g in self._decoder.groups_of(tag) if g.name in step.tables]
@@ -236,14 +222,6 @@ class IncidentReporter:
             if inside and slots_of(group, table[first.row], first.position, first.position + 1) == [first.slot]:
                 return group
         return groups[0] if groups else None
-
-    def _arrived(self, number: int, row: int) -> int | None:
-        """Return the first step of the request in `row`; None where it may have come before any that is remembered."""
-        then = next((s.request(row) for s in self._steps if s.number == number), None)
-        if then is None:
-            return None
-        came = next((s.number for s in self._steps if (r := s.request(row)) and r.owner == then.owner), None)
-        return came if came != self._steps[0].number or came == 1 else None
 
 
 def _near(timeline: Neighbourhood | None, incident: Incident) -> Neighbourhood | None:

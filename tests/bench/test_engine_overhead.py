@@ -17,7 +17,7 @@ from kv_canary.bench import engine_overhead
 from kv_canary.bench.engine_overhead import MODES
 from kv_canary.bench.engine_served import Engine, Shape, make_model
 from kv_canary.bench.engine_times import PHASES, ForwardTimes, Watch
-from kv_canary.forward import SingleForwardManager
+from kv_canary.runtime.forward import SingleForwardManager
 
 SHAPE = Shape(batch=3, context=32, new_tokens=5, page=16, chunk=64)
 TINY = ["--tiny", "--shapes", "3x32", "--repeats", "2", "--new-tokens", "5", "--chunk", "64", "--commit", "none"]

@@ -336,17 +336,17 @@ def test_a_line_map_says_which_tests_run_which_lines(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=280)
     told = json.loads(out.read_text())
-    source = read_source("kv_canary/rows.py").splitlines()
+    source = read_source("kv_canary/runtime/rows.py").splitlines()
     [line] = [number for number, text in enumerate(source, 1) if text.strip().startswith("def release_all(")]
     assert told["failed"] == []
     # What stands in a function is run by tests, and its head by the import alone.
-    assert told["lines"]["kv_canary/rows.py"][str(line)] == []
-    assert any(tests for number, tests in told["lines"]["kv_canary/rows.py"].items() if int(number) > line)
+    assert told["lines"]["kv_canary/runtime/rows.py"][str(line)] == []
+    assert any(tests for number, tests in told["lines"]["kv_canary/runtime/rows.py"].items() if int(number) > line)
     assert not any(file.startswith("kv_canary/kernels") for file in told["lines"])
 
 
 def test_mutants_of_the_runtime_are_judged_by_the_tests_of_their_lines() -> None:
-    file = "kv_canary/rows.py"
+    file = "kv_canary/runtime/rows.py"
     mutants = make_mutants([file])
     killed = next(mutant for mutant in mutants if mutant.function == "RowTable.release_all")
     # One that changes nothing, and one whose lines no test runs.
@@ -362,7 +362,7 @@ def test_mutants_of_the_runtime_are_judged_by_the_tests_of_their_lines() -> None
 
 
 def test_survivors_are_run_again_with_every_test_of_their_lines(tmp_path: Path) -> None:
-    [mutant] = make_mutants(["kv_canary/rows.py"])[-1:]
+    [mutant] = make_mutants(["kv_canary/runtime/rows.py"])[-1:]
     files = ["tests/a/test_a.py::one", "tests/a/test_a.py::two", "tests/a/test_rows.py::three", "tests/b.py::four"]
     seconds = [20.0, 30.0, 25.0, 900.0]
     lines = LineMap(tests=files, seconds=seconds, lines={mutant.file: {mutant.line: [0, 1, 2, 3]}})

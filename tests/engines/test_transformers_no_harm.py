@@ -18,7 +18,7 @@ import kv_canary
 from kv_canary import ops
 from kv_canary.engines import transformers_session
 from kv_canary.engines.patches import Patches
-from kv_canary.manager import CanaryManager
+from kv_canary.runtime.manager import CanaryManager
 
 from .scenarios import PAGE, Prompts, batching_config, generation_config, make_model
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from kv_canary import forward as forward_module
-from kv_canary import launches as launches_module
-from kv_canary import state as state_module
 from kv_canary.backends import implementation
+from kv_canary.runtime import device_state as state_module
+from kv_canary.runtime import forward as forward_module
+from kv_canary.runtime import launches as launches_module
 
 # What HEAD and TAIL call beside the canary's ops.
 _TORCH = ("lt", "where")

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kv_canary as kc
-from kv_canary.budget import Budget, StepCost
-from kv_canary.composition import BatchRequests
 from kv_canary.constants import STRIDE_BLOCK
-from kv_canary.forward import relied_on
+from kv_canary.runtime.batch import relied_on
+from kv_canary.runtime.budget import Budget, StepCost
+from kv_canary.runtime.composition import BatchRequests
 
 from .engine import MAX_LEN, MAX_ROWS, Engine, Request, full_engine, make_pool
 from .test_forward import flip

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kv_canary as kc
-from kv_canary.capacities import CanaryLaunchCapacities, CanaryLimits
+from kv_canary.runtime.capacities import CanaryLaunchCapacities, CanaryLimits
 
 from .engine import Engine, Request, full_engine, make_pool
 from .test_forward import flip
@@ -109,7 +109,7 @@ def test_a_group_of_windows_never_needs_more_than_its_windows() -> None:
     lut = torch.arange(200, dtype=torch.int64)
     swa = kc.BufferGroup(name="swa", pool=make_pool(200, name="swa"), window=9, lut=lut)
     engine = Engine([full, ring, swa])
-    assert [engine.manager.capacities(g).entries for g in engine.groups] == [512, 32, 48]
+    assert [engine.manager.context.capacities(g).entries for g in engine.groups] == [512, 32, 48]
     a, b = engine.add("a", 120), engine.add("b", 120)
     for n in (30, 30, 1, 1):
         engine.step((a, n), (b, n))
@@ -130,7 +130,7 @@ def test_a_group_of_windows_never_needs_more_than_its_windows() -> None:
 def test_a_forward_that_needs_a_little_more_room_than_there_is_gets_it(
     cached: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_canary.launches._FEW_ENTRIES", 8)
+    monkeypatch.setattr("kv_canary.runtime.launches._FEW_ENTRIES", 8)
     engine = full_engine()
     a = engine.add("a", 60)
     engine.step((a, cached))

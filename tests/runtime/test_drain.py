@@ -11,6 +11,7 @@ import torch
 
 import kv_canary as kc
 from kv_canary.observers import Observer, StepFacts
+from kv_canary.runtime.drain import Findings
 
 from .engine import Engine, Request, full_engine, make_pool
 
@@ -141,7 +142,7 @@ def test_raise_mode_raises_at_flush_and_only_once() -> None:
 
 def test_raise_mode_raises_where_no_details_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = full_engine(mode="raise")
-    monkeypatch.setattr(engine.manager._drain, "poll", lambda **_: kc.drain.Findings(total=2))
+    monkeypatch.setattr(engine.manager._steps._drain, "poll", lambda **_: Findings(total=2))
     with pytest.raises(kc.CanaryViolationError, match=r"2 violations: .*did not fit the ring"):
         engine.manager.flush()
 

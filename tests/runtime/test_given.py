@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kv_canary as kc
-from kv_canary.launches import ModelInputs
+from kv_canary.runtime.batch import ModelInputs
 
 from .engine import Engine, Request, full_engine, make_pool
 from .test_captured import Tape

@@ -10,8 +10,8 @@ import torch
 import kv_canary as kc
 from kv_canary.reports import Decoder, Incident, reporter
 from kv_canary.reports.incidents import IncidentTracker, goes_on, ranges, ranges_text
+from kv_canary.runtime.cached import CachedSlots
 from kv_canary.specs.violation_row import ViolationRow
-from kv_canary.sweep import CachedSlots
 
 from .engine import BYTES, Engine, full_engine, make_pool
 
@@ -208,7 +208,8 @@ def test_a_sweep_that_finds_what_a_request_found_joins(engine: PagedEngine) -> N
     row = engine.tables["full"][engine.requests["a"].row, :16].long()
     previous = torch.cat([torch.tensor([kc.HEAD_OF_CHAIN]), row[:-1]])
     cached = CachedSlots(group="full", slots=row, positions=torch.arange(16), previous=previous)
-    engine.manager._sweeper.sweep([cached])
+    engine.manager._steps._sweeper.cached = lambda: [cached]
+    engine.manager._steps._sweeper.sweep()
     incident = only(engine)
     assert (incident.tags, incident.requests, incident.count) == (("HEAD_FULL", "SWEEP_FULL"), ("a",), 2)
     assert (incident.first.tag, incident.first.row) == ("HEAD_FULL", engine.requests["a"].row)

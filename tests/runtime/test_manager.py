@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kv_canary as kc
-from kv_canary.capacities import CanaryLimits
+from kv_canary.runtime.capacities import CanaryLimits
 
 from .engine import Engine, full_engine, make_pool
 from .test_forward import flip

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import kv_canary as kc
 from kv_canary.observers.metrics import METRICS, PrometheusMetrics
-from kv_canary.summary import CanaryStatus
+from kv_canary.runtime.summary import CanaryStatus
 
 from .engine import Engine, full_engine
 from .observed import free_port, get, live, make_engine, scrape, without_times

@@ -12,10 +12,10 @@ import torch
 
 import kv_canary as kc
 from kv_canary import ops
-from kv_canary.drain import Drain
 from kv_canary.observers import Observer
-from kv_canary.summary import RECENT_STEPS
-from kv_canary.unverified import Unverified
+from kv_canary.runtime.drain import Drain
+from kv_canary.runtime.summary import RECENT_STEPS
+from kv_canary.runtime.unverified import Unverified
 
 from .engine import Engine, Request, full_engine, make_pool
 from .test_observers import flip

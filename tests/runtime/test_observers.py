@@ -70,7 +70,7 @@ class Listener(Observer):
         self.told: list[tuple[str, Any]] = []
 
     def on_forward(self, forward: kc.SingleForwardManager, batch: kc.ForwardBatch) -> None:
-        self.told.append(("forward", forward.manager.step))
+        self.told.append(("forward", forward.context.step))
 
     def on_report(self, report: kc.ViolationReport) -> None:
         self.told.append(("report", report.step))

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 import kv_canary as kc
-from kv_canary.oracle import UNKNOWN, TokenOracle
+from kv_canary.runtime.oracle import UNKNOWN, TokenOracle
 from tests.runtime.engine import Engine, Request, full_engine
 
 

@@ -17,7 +17,7 @@ from kv_canary.constants import UNCHECKED
 from kv_canary.perturb import MODES, PerturbConfig, Perturber, bytes_of, collect_active_slots
 from kv_canary.perturb import perturber as perturber_module
 from kv_canary.reports import CanaryViolationError
-from kv_canary.sweep import CachedSlots
+from kv_canary.runtime.cached import CachedSlots
 
 from .engine import Engine, Request, make_pool
 from .test_captured import Tape

@@ -22,7 +22,7 @@ from kv_canary.difftest.simulator.actions import opening, random_action
 from kv_canary.difftest.simulator.canary_engine import CanaryEngine
 from kv_canary.difftest.strategies.domain import seeds
 from kv_canary.difftest.strategies.engine import engine_configs
-from kv_canary.launches import GroupLaunches
+from kv_canary.runtime.launches import GroupLaunches
 
 from .engine import Engine, full_engine
 
@@ -315,12 +315,12 @@ def test_a_cache_walk_that_raises_loses_no_step() -> None:
     engine = full_engine(sweep_every=1)
     a = engine.add("a", 20)
     engine.step((a, 4))
-    engine.manager._cached = thrower
+    engine.manager._steps._sweeper.cached = thrower
     for _ in range(2):
         with pytest.raises(Failure):
             engine.step((a, 1))
         a.cached += 1
-    engine.manager._cached = lambda: ()
+    engine.manager._steps._sweeper.cached = lambda: ()
     engine.step((a, 1))
     assert engine.found() == []
     summary = engine.manager.summary()
@@ -350,7 +350,7 @@ class Fragile(CanaryEngine):
             if where == "model":
                 self.during_forward = thrower
             if where == "walk":
-                patch.setattr(self.manager, "_cached", thrower)
+                patch.setattr(self.manager._steps._sweeper, "cached", thrower)
             try:
                 yield from super()._step_calls(extends, padding=padding)
             finally:

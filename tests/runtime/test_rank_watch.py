@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 import kv_canary as kc
-from kv_canary.budget import Budget
-from kv_canary.composition import ForwardRequest
 from kv_canary.observers import Observer
 from kv_canary.ranks import watch
 from kv_canary.ranks.compare import Word
+from kv_canary.runtime.accounts import Accounts
+from kv_canary.runtime.budget import Budget
+from kv_canary.runtime.composition import ForwardRequest
 
 from .engine import MAX_ROWS, Engine, Request, make_pool
 
@@ -436,7 +437,7 @@ def test_ranks_that_are_configured_differently_are_refused(monkeypatch: pytest.M
 
     monkeypatch.setattr(watch, "Exchange", Others)
     closed: list[bool] = []
-    monkeypatch.setattr(kc.accounts.Accounts, "close", lambda _: closed.append(True))
+    monkeypatch.setattr(Accounts, "close", lambda _: closed.append(True))
     with pytest.raises(ValueError, match="CanaryManager: digest_every must be the same on all ranks, got 5, 10"):
         kc.CanaryManager(
             [kc.BufferGroup(name="full", pool=make_pool())],
@@ -494,7 +495,7 @@ class ChangingBudget(Budget):
 def ranks_of_other_strides(monkeypatch: pytest.MonkeyPatch, **config: Any) -> list[Engine]:
     engines = rank_engines(monkeypatch, 3, digest_every=1, **config)
     for rank, engine in enumerate(engines):
-        engine.manager.budget = ChangingBudget(rank)
+        engine.manager._steps.budget = ChangingBudget(rank)
     return engines
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import kv_canary as kc
-from kv_canary import replays as replays_module
-from kv_canary.host import Mailbox
-from kv_canary.replays import MAX_GRAPHS, RUNS_BEFORE_CAPTURE, Launch, Replays
+from kv_canary.runtime import replays as replays_module
+from kv_canary.runtime.host import Mailbox
+from kv_canary.runtime.replays import MAX_GRAPHS, RUNS_BEFORE_CAPTURE, Launch, Replays
 
 from .engine import Engine, full_engine, make_pool
 from .tape import Recorder

@@ -12,7 +12,7 @@ import kv_canary as kc
 from kv_canary import ops
 from kv_canary.reports import Neighbourhood
 from kv_canary.reports.reporter import SIDE
-from kv_canary.sweep import CachedSlots
+from kv_canary.runtime.cached import CachedSlots
 
 from .engine import Engine, full_engine, make_pool
 
@@ -126,7 +126,7 @@ def test_what_goes_wrong_while_it_looks_goes_no_further(
         raise RuntimeError("the request is gone")
 
     if broken == "tokens":
-        request = engine.manager.accounts._steps[-1].request(a.row)
+        request = engine.manager.accounts._steps.newest.request(a.row)
         object.__setattr__(request, "tokens", fail)
         assert {r.expected_token for r in around(engine).rows} == {None}
     else:
@@ -169,7 +169,8 @@ def test_a_sweep_s_finding_is_shown_among_the_slots_beside_it() -> None:
         group="full", slots=slots, positions=slots - 1, previous=torch.arange(12) - (slots == 1).long()
     )
     damage(engine, 5)
-    engine.manager._sweeper.sweep([cached])
+    engine.manager._steps._sweeper.cached = lambda: [cached]
+    engine.manager._steps._sweeper.sweep()
     engine.manager.flush()
     incident = engine.manager.accounts.incidents[0]
     assert (incident.tags, incident.requests, incident.slots) == (("SWEEP_FULL",), (), ((5, 5),))

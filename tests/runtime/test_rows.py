@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kv_canary import rows as rows_module
 from kv_canary.constants import OWNER_MASK
-from kv_canary.rows import RowTable
+from kv_canary.runtime import rows as rows_module
+from kv_canary.runtime.rows import RowTable
 
 
 def test_every_request_gets_a_row_of_its_own_and_keeps_it() -> None:

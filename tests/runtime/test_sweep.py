@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import kv_canary as kc
-from kv_canary import sweep as sweep_module
 from kv_canary.constants import HEAD_OF_CHAIN, UNCHECKED
 from kv_canary.hashing import mix
-from kv_canary.sweep import CachedSlots
+from kv_canary.runtime import sweep as sweep_module
+from kv_canary.runtime.cached import CachedSlots
 
 from .engine import Engine, Request, full_engine, make_pool
 from .test_forward import flip
@@ -35,7 +35,7 @@ class Caching:
     def __init__(self, *, groups: list[kc.BufferGroup] | None = None, tokens: int = 20, **options: Any) -> None:
         config = kc.CanaryConfig(backend="reference", **options)
         self.engine = Engine(groups or [kc.BufferGroup(name="full", pool=make_pool())], config)
-        self.engine.manager._cached = lambda: self.cached
+        self.engine.manager._steps._sweeper.cached = lambda: self.cached
         self.cached: list[CachedSlots] = []
         self.idle, self.busy = self.engine.add("idle", 60), self.engine.add("busy", 60)
         self.engine.step((self.idle, tokens), (self.busy, 4))
@@ -90,7 +90,7 @@ def test_a_cache_that_is_empty_or_that_nobody_walks_costs_nothing() -> None:
     engine = full_engine(sweep_every=1)
     a = engine.add("a", 20)
     engine.step((a, 4))
-    engine.manager._cached = lambda: [cached_of([])]
+    engine.manager._steps._sweeper.cached = lambda: [cached_of([])]
     engine.step((a, 4))
     assert engine.found() == []
     assert "SWEEP_FULL" not in engine.manager.summary().launches

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kv_canary as kc
-from kv_canary.composition import BatchRequests
 from kv_canary.constants import CHAIN_MULTIPLIER, MASK64, OWNER_MASK
 from kv_canary.hashing import mix
-from kv_canary.rows import RowTable
-from kv_canary.state import CanaryDeviceState, anchor_of
+from kv_canary.runtime.composition import BatchRequests
+from kv_canary.runtime.device_state import CanaryDeviceState
+from kv_canary.runtime.rows import RowTable
+from kv_canary.runtime.tails import anchor_of
 
 from .engine import MAX_ROWS, Engine, Request, full_engine
 

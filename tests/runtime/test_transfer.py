@@ -20,8 +20,9 @@ from kv_canary.constants import OWNER_MASK
 from kv_canary.difftest.simulator.transfer import FULL, LAYERS, PAGE, SWA, WINDOW
 from kv_canary.difftest.stress import transfer as campaign
 from kv_canary.difftest.stress.transfer_faults import FAULTS
-from kv_canary.state import anchor_of
-from kv_canary.transfer import Landing, buffers, compare_geometry, geometry_word, land, write_aside
+from kv_canary.runtime.aside import write_aside
+from kv_canary.runtime.tails import anchor_of
+from kv_canary.transfer import Landing, buffers, compare_geometry, geometry_word, land
 
 from .engine import BYTES, Engine, full_engine, make_pool
 
@@ -311,8 +312,8 @@ def test_records_written_aside_are_those_of_a_forward() -> None:
     slots = batch.out_slots["full"].clone()
     slots[3] = 0
     write_aside(
-        manager,
-        manager.endpoint(group, group.tail_tag, with_bytes=True),
+        manager.context,
+        manager.context.endpoint(group, group.tail_tag, with_bytes=True),
         tokens=batch.input_ids.long(),
         positions=batch.positions.long(),
         slots=slots,

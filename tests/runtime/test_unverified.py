@@ -9,9 +9,9 @@ import torch
 
 import kv_canary as kc
 from kv_canary.constants import Reason, Tag
-from kv_canary.drain import Findings
+from kv_canary.runtime.drain import Findings
+from kv_canary.runtime.unverified import Unverified
 from kv_canary.specs.violation_row import ViolationRow
-from kv_canary.unverified import Unverified
 
 from .engine import Engine, Request, full_engine, make_pool
 

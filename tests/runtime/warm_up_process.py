@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 import kv_canary as kc
-from kv_canary.composition import BatchRequests, Composition, Int64s
 from kv_canary.difftest import compiling
 from kv_canary.difftest.simulator.scripted_engine import kv_source
-from kv_canary.forward import ForwardBatch
-from kv_canary.launches import ModelInputs
-from kv_canary.replays import Replays
+from kv_canary.runtime import manager as manager_module
+from kv_canary.runtime.batch import ForwardBatch, ModelInputs
+from kv_canary.runtime.composition import BatchRequests, Composition, Int64s
+from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.replays import Replays
 
 ROWS, REQUESTS, TOKENS, LENGTH = 301, 300, 4096, 3000
 SLOTS = 5000
@@ -42,7 +43,7 @@ class Texts:
         return False
 
 
-class Canary(kc.CanaryManager):
+class Context(CanaryContext):
     """One whose launches are for rounded sizes, as on a GPU."""
 
     def new_replays(self) -> Replays:
@@ -52,6 +53,7 @@ class Canary(kc.CanaryManager):
 def main(kind: str) -> None:
     """Warm up, and soak; `kind`: "given" (as with SGLang's graphs) or "plain"."""
     random.seed(3)
+    manager_module.CanaryContext = Context
     k, v = (kv_source(SLOTS, 64, layers=3, read_bytes=16) for _ in range(2))
     pool = kc.KvPool(name="pool", num_slots=SLOTS, k_source=k, v_source=v, device="cpu")
     groups = [kc.BufferGroup(name="full", pool=pool)]
@@ -61,7 +63,7 @@ def main(kind: str) -> None:
         groups.append(kc.BufferGroup(name="swa", pool=other, window=200))
     tables = {g.name: torch.zeros(ROWS, LENGTH + 8, dtype=torch.int32) for g in groups}
     with compiling.compiler((9, 0)) as found:
-        canary = Canary(
+        canary = kc.CanaryManager(
             groups,
             limits=kc.CanaryLimits(max_rows=ROWS, max_requests=REQUESTS, max_tokens=TOKENS, max_len=LENGTH),
             config=kc.CanaryConfig(backend="triton", stride=1 if kind == "plain" else 4),

@@ -13,7 +13,7 @@ from kv_canary.difftest.simulator import Call, EngineConfig, GroupConfig, Reques
 from kv_canary.difftest.simulator.canary_engine import CanaryEngine
 from kv_canary.difftest.simulator.config import Kind
 from kv_canary.difftest.simulator.groups import Group, RingGroup
-from kv_canary.rows import RowTable
+from kv_canary.runtime.rows import RowTable
 
 from .life import Act, Life, Touch, names
 from .toy_model import Layers, Span, run_model

@@ -16,8 +16,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from kv_canary import ops
 from kv_canary.engines.sglang import batches, compose, identities, lifetime, radix, session
-from kv_canary.forward import SingleForwardManager
 from kv_canary.reports import CanaryViolationError
+from kv_canary.runtime.forward import SingleForwardManager
 
 from . import eagle_harness, engine
 

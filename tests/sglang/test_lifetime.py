@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from kv_canary import CanaryConfig, CanaryManager
-from kv_canary.capacities import CanaryLimits
 from kv_canary.constants import RECORD_WORDS, WRITER_WORD
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.sglang import lifetime, pools
-from kv_canary.guard import Guard
-from kv_canary.pools import BufferGroup
+from kv_canary.runtime.capacities import CanaryLimits
+from kv_canary.runtime.guard import Guard
+from kv_canary.runtime.pools import BufferGroup
 
 pytest.importorskip("sglang")
 

@@ -14,7 +14,7 @@ import torch
 
 from kv_canary.constants import HEAD_OF_CHAIN, UNCHECKED, WRITER_WORD
 from kv_canary.engines.sglang import pools, radix, session
-from kv_canary.pools import BufferGroup
+from kv_canary.runtime.pools import BufferGroup
 
 from . import engine
 from .test_lifetime import make_allocator, plain_pool

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from kv_canary import ops
 from kv_canary.difftest.stress import chaos
 from kv_canary.difftest.stress.canary_faults import Faults, InjectedError
-from kv_canary.unverified import Unverified
+from kv_canary.runtime.unverified import Unverified
 
 # Seeds whose lives have many faults.
 SEEDS = (200, 205)
@@ -49,7 +49,7 @@ def test_a_canary_that_spoils_an_engine_is_noticed(
         # Gaps that nobody marks are false alarms.
         monkeypatch.setattr(Unverified, "forget", lambda self, pool, slots: None)
     else:
-        monkeypatch.setattr("kv_canary.guard.Contained.__exit__", leave)
+        monkeypatch.setattr("kv_canary.runtime.guard.Contained.__exit__", leave)
     tally = lives(tmp_path, *SEEDS)
     assert tally.failed
     assert tally.false_alarms if broken == "forget" else tally.lost

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kv_canary.composition import Composition, ForwardRequest
 from kv_canary.engines.sglang import beams
 from kv_canary.engines.sglang.identities import Identities
-from kv_canary.rows import OwnerNumbers
+from kv_canary.runtime.composition import Composition, ForwardRequest
+from kv_canary.runtime.rows import OwnerNumbers
 
 # What a request must have to be described.
 _NEEDED = ("rid", "origin_input_ids", "output_ids", "finished")

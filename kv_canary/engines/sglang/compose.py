@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from kv_canary.composition import BatchRequests, Composition, Int64s
 from kv_canary.engines.sglang import batches
 from kv_canary.engines.sglang.identities import Identities
+from kv_canary.runtime.composition import BatchRequests, Composition, Int64s
 
 _PROMPT, _OUTPUT = attrgetter("origin_input_ids"), attrgetter("output_ids")
 

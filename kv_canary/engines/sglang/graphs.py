@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kv_canary.launches import ModelInputs
-from kv_canary.pools import BufferGroup
+from kv_canary.runtime.batch import ModelInputs
+from kv_canary.runtime.pools import BufferGroup
 
 
 class Graphs:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kv_canary.engines.patches import Patches
-from kv_canary.pools import BufferGroup, KvPool
+from kv_canary.runtime.pools import BufferGroup, KvPool
 
 logger = logging.getLogger("kv_canary")
 

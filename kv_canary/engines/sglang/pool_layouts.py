@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kv_canary.errors import must_be
-from kv_canary.pools import BufferGroup, KvPool
+from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.specs.structures import KvSource
 
 

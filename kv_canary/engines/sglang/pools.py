@@ -9,7 +9,7 @@ from typing import Any, TypeVar, overload
 from kv_canary.engines.sglang import pool_layouts
 from kv_canary.engines.sglang.pool_layouts import Wanted
 from kv_canary.errors import must_be
-from kv_canary.pools import BufferGroup
+from kv_canary.runtime.pools import BufferGroup
 
 __all__ = ["Attach", "Wanted", "attach", "register_pool"]
 

@@ -9,8 +9,8 @@ import torch
 
 from kv_canary.constants import HEAD_OF_CHAIN, UNCHECKED
 from kv_canary.errors import must_be
-from kv_canary.pools import BufferGroup
-from kv_canary.sweep import CachedSlots
+from kv_canary.runtime.cached import CachedSlots
+from kv_canary.runtime.pools import BufferGroup
 
 
 def check(tree_cache: Any) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from kv_canary.capacities import CanaryLimits
 from kv_canary.config import CanaryConfig
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.sglang import (
@@ -33,16 +32,17 @@ from kv_canary.engines.sglang import (
     transfer,
 )
 from kv_canary.engines.sglang.identities import Identities
-from kv_canary.forward import ForwardBatch, SingleForwardManager
-from kv_canary.host import send
-from kv_canary.launches import ModelInputs
-from kv_canary.manager import CanaryManager
 from kv_canary.output import logger
-from kv_canary.pools import BufferGroup
 from kv_canary.reports import CanaryViolationError
+from kv_canary.runtime.batch import ForwardBatch, ModelInputs
+from kv_canary.runtime.cached import CachedSlots
+from kv_canary.runtime.capacities import CanaryLimits
+from kv_canary.runtime.forward import SingleForwardManager
+from kv_canary.runtime.host import send
+from kv_canary.runtime.manager import CanaryManager
+from kv_canary.runtime.pools import BufferGroup
+from kv_canary.runtime.summary import CanaryStatus
 from kv_canary.settings import is_asked_for
-from kv_canary.summary import CanaryStatus
-from kv_canary.sweep import CachedSlots
 
 _current: Session | None = None
 

@@ -18,8 +18,8 @@ from kv_canary.engines.patches import Patches
 from kv_canary.engines.sglang import batches, transfer_lists
 from kv_canary.engines.sglang.identities import depends_on_nothing
 from kv_canary.engines.sglang.transfer_lists import Attached, Lists
-from kv_canary.manager import CanaryManager
-from kv_canary.pools import BufferGroup
+from kv_canary.runtime.manager import CanaryManager
+from kv_canary.runtime.pools import BufferGroup
 from kv_canary.transfer import land
 
 logger = logging.getLogger("kv_canary")

@@ -21,7 +21,7 @@ from typing import Any
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.sglang import support
 from kv_canary.identity import identity_word
-from kv_canary.pools import BufferGroup
+from kv_canary.runtime.pools import BufferGroup
 from kv_canary.transfer import TransferBuffer, buffers, geometry_word
 
 logger = logging.getLogger("kv_canary")

@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 
 from kv_canary.output import logger
-from kv_canary.reports.report import CanaryViolationError
+from kv_canary.reports.error import CanaryViolationError
 
 # Kinds of failures that are told apart; what comes beyond is counted together.
 MOST_KINDS = 64

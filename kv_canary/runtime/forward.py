@@ -8,67 +8,25 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kv_canary import ops
-from kv_canary.composition import BatchRequests, ForwardRequest, Int64s
 from kv_canary.errors import must_be
-from kv_canary.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, ModelInputs, Shape, VerifiedEntries
-from kv_canary.pools import BufferGroup
-from kv_canary.replays import layout_of, round_up, rounded
+from kv_canary.runtime.batch import ForwardBatch, ModelInputs, VerifiedEntries, num_read
+from kv_canary.runtime.composition import BatchRequests, ForwardRequest, Int64s
+from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.device_state import MOST_REPLAYED
+from kv_canary.runtime.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, Shape
+from kv_canary.runtime.pools import BufferGroup
+from kv_canary.runtime.replays import layout_of, round_up, rounded
+from kv_canary.runtime.steps import Steps
+from kv_canary.runtime.tails import Advance
 from kv_canary.specs.structures import WritePlan
-from kv_canary.state import MOST_REPLAYED, Advance
-
-if TYPE_CHECKING:
-    from kv_canary.manager import CanaryManager
 
 # The requests of a forward that nothing is known of, or that is none.
 _NOBODY = BatchRequests.of(())
-
-
-def relied_on(requests: BatchRequests, group: BufferGroup) -> int:
-    """Return how many cached positions a forward of `requests` is about to read in `group`."""
-    if requests.pending is None:
-        return _num_read(requests, group)
-    return int((_read(requests, group) - requests.pending).clip(0).sum())
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForwardBatch:
-    """One forward, as the engine is about to run it. The flat tensors may be on any device, int32 or int64.
-
-    Args:
-        requests: in the order of the flat inputs; those of engines that do it often are `BatchRequests`.
-        input_ids: [tokens] the model is given; None where they are known at HEAD only.
-        positions: [tokens] the model is given; None likewise.
-        out_slots: [tokens] per group name: the slot each token's KV goes to, 0 where it is discarded.
-        tables: int32 [rows, length] per group name: the slot of each cached position of a row.
-        expected_input_ids: [tokens] that the model should be given, for WRITE_TOKEN; -1 where that is not known. None:
-            the requests' own tokens where `CanaryConfig.check_inputs` is on, else not checked.
-        check_positions: whether positions must continue the prefix; not so in a warm-up.
-        rows, lengths: [requests] on the device, the row and the length (new tokens included) of each request as the
-            attention backend is given them, for BATCH; None: not checked.
-        is_given_at_tail: whether `tail` is told where the model has read all of these; they are not copied before.
-    """
-
-    requests: Sequence[ForwardRequest]
-    input_ids: torch.Tensor | None
-    positions: torch.Tensor | None
-    out_slots: Mapping[str, torch.Tensor]
-    tables: Mapping[str, torch.Tensor]
-    expected_input_ids: torch.Tensor | None = None
-    check_positions: bool = True
-    rows: torch.Tensor | None = None
-    lengths: torch.Tensor | None = None
-    is_given_at_tail: bool = False
-
-    @functools.cached_property
-    def arrays(self) -> BatchRequests:
-        """The requests in arrays."""
-        return BatchRequests.of(self.requests)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,7 +67,8 @@ class SingleForwardManager:
     slots that it writes are marked as unverified (`CanaryManager.unverify`).
 
     Args:
-        manager: the canary.
+        context: of the canary.
+        steps: of the canary.
         name: of the forward; a step may have several of different names.
         groups: those that it reads and writes.
         inner: whether it runs inside a step on tokens that may yet be rejected, as a draft model's forwards do: its
@@ -118,22 +77,34 @@ class SingleForwardManager:
 
     @torch.inference_mode(False)
     def __init__(
-        self, manager: CanaryManager, *, name: str, groups: Sequence[BufferGroup], inner: bool = False
+        self,
+        context: CanaryContext,
+        steps: Steps,
+        *,
+        name: str,
+        groups: Sequence[BufferGroup],
+        inner: bool = False,
     ) -> None:
-        self.name, self.inner = name, inner
-        self._manager = manager
+        self.name, self.inner, self.context = name, inner, context
+        self._steps = steps
         self._phase = Phase.IDLE
         self._captured: CapturedForward | None = None
         self._batch: ForwardBatch | None = None
         self.groups = tuple(groups)
-        self._inputs = ForwardInputs(manager.limits, manager.device)
+        self._inputs = ForwardInputs(context.limits, context.device)
         self._launches = [
-            GroupLaunches(manager, g, self._inputs, inner=inner, checks_given=not number)
+            GroupLaunches(
+                context,
+                g,
+                self._inputs,
+                inner=inner,
+                checks_given=not number,
+            )
             for number, g in enumerate(groups)
         ]
         self._shape = Shape()
         self._new_tokens = 0
-        self._tails_status = torch.zeros(1, dtype=torch.int32, device=manager.device)
+        self._tails_status = torch.zeros(1, dtype=torch.int32, device=context.device)
         # A captured graph keeps the addresses of the buffers.
         self._sizes_are_final = False
         # The number of a composition whose rows have been checked.
@@ -144,7 +115,7 @@ class SingleForwardManager:
         self._advance: Advance | None = None
         # Whether what the model is given is taken at TAIL.
         self._is_late = False
-        self._replays = manager.new_replays()
+        self._replays = context.new_replays()
         # Captures that failed: their graphs have no HEAD and TAIL, or not both.
         self._unusable: weakref.WeakSet[CapturedForward] = weakref.WeakSet()
 
@@ -176,11 +147,11 @@ class SingleForwardManager:
             ValueError: tables are not of the forward's groups.
         """
         self._expect(Phase.IDLE, "warm_up")
-        self._manager.expect_idle(f"forward {self.name}: warm_up")
+        self._steps.expect_idle(f"forward {self.name}: warm_up")
         self._check_names(tables, tables)
         if not self._replays.rounds_up:
             return 0
-        limits, expects = self._manager.limits, self._manager.config.check_inputs
+        limits, expects = self.context.limits, self.context.config.check_inputs
         shapes = [
             Shape(
                 requests=requests,
@@ -192,7 +163,7 @@ class SingleForwardManager:
             )
             for requests, tokens, has_pending in _sizes(limits.max_requests, limits.max_tokens, inner=self.inner)
         ]
-        self._manager.begin_launches(self)
+        self._steps.begin_launches(self)
         try:
             with torch.inference_mode(False):
                 for launches in self._launches:
@@ -204,20 +175,20 @@ class SingleForwardManager:
                             self._launch_nothing(shape, needed=needed)
         finally:
             self._advance = None
-            self._manager.end_launches()
+            self._steps.end_launches()
         return len(shapes)
 
     def _launch_nothing(self, shape: Shape, *, needed: int) -> None:
         """Run HEAD and TAIL on padding, with room for as many entries as are needed, if there may be so many."""
         self._shape, self._new_tokens, self._inputs.in_place = shape, 0, None
-        self._advance = None if shape.advances is None else self._manager.state.no_advance()
+        self._advance = None if shape.advances is None else self.context.state.no_advance()
         numbers = self._numbers(_NOBODY)
         if shape.has_pending:
             numbers |= {"there": _NOBODY.prefix, "from_there": _NOBODY.extend}
         self._inputs.post(
             numbers,
             requests=shape.requests,
-            step=self._manager.step,
+            step=self.context.step,
             advance=self._advance,
             advances=shape.advances or (0, 0),
         )
@@ -255,8 +226,8 @@ class SingleForwardManager:
             is_given: whether batches will say which rows and lengths the attention backend is given.
         """
         self._expect(Phase.IDLE, "capturing")
-        self._manager.expect_idle(f"forward {self.name}: capturing")
-        limits = self._manager.limits
+        self._steps.expect_idle(f"forward {self.name}: capturing")
+        limits = self.context.limits
         for argument, value, most in (
             ("requests", requests, limits.max_requests),
             ("tokens", tokens, limits.max_tokens),
@@ -264,18 +235,18 @@ class SingleForwardManager:
             if not 0 < value <= most:
                 raise ValueError(must_be(f"forward {self.name}", argument, f"in [1, {most}]", str(value)))
         self._check_names(tables, tables)
-        expects_tokens = self._manager.config.check_inputs if expects_tokens is None else expects_tokens
+        expects_tokens = self.context.config.check_inputs if expects_tokens is None else expects_tokens
         self._shape = Shape(requests=requests, tokens=tokens, expects_tokens=expects_tokens, is_given=is_given)
         self._inputs.in_place = None
         self._new_tokens, self._sizes_are_final = tokens, True
         with torch.inference_mode(False):
-            self._inputs.post(self._numbers(_NOBODY), requests=requests, step=self._manager.step)
+            self._inputs.post(self._numbers(_NOBODY), requests=requests, step=self.context.step)
             for launches in self._launches:
                 launches.table = tables[launches.group.name]
                 launches.out_slots.zero_()
                 launches.finalize()
-            self._manager.begin_launches(self)
-            self._manager.state.finalize_table(limits.max_len)
+            self._steps.begin_launches(self)
+            self.context.state.finalize_table(limits.max_len)
         captured = CapturedForward(
             requests=requests,
             tokens=tokens,
@@ -284,7 +255,7 @@ class SingleForwardManager:
             is_given=is_given,
         )
         try:
-            if self._manager.is_off:
+            if self.context.is_off:
                 self._phase = Phase.SKIPPED
                 yield captured
                 return
@@ -298,7 +269,7 @@ class SingleForwardManager:
                 self._expect(Phase.TAIL, "the end of capturing")
         finally:
             self._phase = Phase.IDLE
-            self._manager.end_launches()
+            self._steps.end_launches()
 
     def begin(self, batch: ForwardBatch, *, captured: CapturedForward | None = None) -> None:
         """Drain the step before, bring the tails up to the prefix and copy the inputs. Outside any graph.
@@ -312,10 +283,10 @@ class SingleForwardManager:
             RuntimeError: in raise mode, the last forward, or another one of the manager, was not ended.
             ValueError: in raise mode, the batch contradicts itself, the limits or the captured shape.
         """
-        if self._manager.is_off:
+        if self.context.is_off:
             self._phase = Phase.SKIPPED
             return
-        with self._manager.guard.contain(f"forward {self.name}: begin") as part:
+        with self.context.guard.contain(f"forward {self.name}: begin") as part:
             self._begin(batch, captured)
         if part.failed:
             self._skip(batch.out_slots, captured)
@@ -330,29 +301,29 @@ class SingleForwardManager:
                 its pool is unverified then.
             why: what is not known, for the log: "beam search".
         """
-        manager = self._manager
-        if manager.is_off:
+        context = self.context
+        if context.is_off:
             return
-        with manager.guard.contain(f"forward {self.name}: skip"):
-            manager.say_skipped(self.name, why)
+        with context.guard.contain(f"forward {self.name}: skip"):
+            self._steps.say_skipped(self.name, why)
             self._skip(out_slots, None)
         self._phase = Phase.IDLE
 
     def _begin(self, batch: ForwardBatch, captured: CapturedForward | None) -> None:
         self._expect(Phase.IDLE, "begin")
-        self._manager.expect_idle(f"forward {self.name}: begin")
+        self._steps.expect_idle(f"forward {self.name}: begin")
         self._check(batch, captured)
         try:
-            strides, advance = self._manager.begin_forward(
+            strides, advance = self._steps.begin_forward(
                 self, batch.arrays, may_wait=captured is None and not self.inner
             )
             self._advance = advance
-            self._manager.take_in_gaps(self, batch)
-            self._manager.perturb(batch)
+            self._steps.take_in_gaps(self, batch)
+            self._steps.perturb(batch)
             self._prepare(batch, captured, strides=strides)
         except BaseException:
             self._give_up_advance()
-            self._manager.abort_forward(self)
+            self._steps.abort_forward(self)
             raise
         self._captured, self._batch = captured, batch
         self._phase = Phase.BEGUN
@@ -363,23 +334,23 @@ class SingleForwardManager:
         self._give_up_advance()
         if captured is not None and captured not in self._unusable:
             # The graph is about to be replayed: its HEAD and TAIL must find nothing to do.
-            with self._manager.guard.contain(f"forward {self.name}: taking a batch back"):
-                self._inputs.post(self._numbers(_NOBODY), requests=captured.requests, step=self._manager.step)
-        with self._manager.guard.contain(f"forward {self.name}: skip"):
-            self._manager.skip_forward(self, out_slots)
+            with self.context.guard.contain(f"forward {self.name}: taking a batch back"):
+                self._inputs.post(self._numbers(_NOBODY), requests=captured.requests, step=self.context.step)
+        with self.context.guard.contain(f"forward {self.name}: skip"):
+            self._steps.skip_forward(self, out_slots)
 
     def _prepare(self, batch: ForwardBatch, captured: CapturedForward | None, *, strides: Int64s) -> None:
         """Copy everything that HEAD and TAIL read from the host."""
-        manager, requests = self._manager, batch.arrays
+        context, requests = self.context, batch.arrays
         self._new_tokens = requests.num_tokens
         expected = batch.expected_input_ids
-        if expected is None and manager.config.check_inputs:
-            expected = manager.oracle.expected(requests, offset=self.groups[0].token_offset)
+        if expected is None and context.config.check_inputs:
+            expected = context.oracle.expected(requests, offset=self.groups[0].token_offset)
         self._shape = self._shape_of(batch, captured, expects_tokens=expected is not None)
         self._inputs.post(
             self._numbers(requests, strides),
             requests=self._shape.requests,
-            step=manager.step,
+            step=context.step,
             check_positions=batch.check_positions,
             advance=self._advance,
             advances=self._shape.advances or (0, 0),
@@ -400,24 +371,24 @@ class SingleForwardManager:
             if captured is None:
                 launches.table = batch.tables[name]
             launches.prepare(
-                needed=_num_read(requests, launches.group),
+                needed=num_read(requests, launches.group),
                 has_pending=self._shape.has_pending,
                 sizes_are_final=self._sizes_are_final,
             )
 
     def _numbers(self, requests: BatchRequests, strides: Int64s | None = None) -> dict[str, Int64s]:
         """Return what launches are told of each request, by name."""
-        manager = self._manager
+        context = self.context
         numbers = {
             "rows": requests.rows,
             "owners": requests.owners,
             "prefix": requests.prefix,
             "extend": requests.extend,
         }
-        if manager.budget.may_skip:
+        if self._steps.budget.may_skip:
             numbers["strides"] = np.ones_like(requests.rows) if strides is None else strides
-        if manager.state.lookahead:
-            numbers["known_lens"] = manager.state.known_lens(requests)
+        if context.state.lookahead:
+            numbers["known_lens"] = context.state.known_lens(requests)
         if requests.pending is not None:
             numbers["there"] = requests.there
             numbers["from_there"] = requests.prefix - requests.there + 1
@@ -429,7 +400,7 @@ class SingleForwardManager:
         Where they may be replayed, it is rounded up, so that few graphs serve all batches; what is past the batch is
         padding.
         """
-        requests, tokens, limits = len(batch.requests), self._new_tokens, self._manager.limits
+        requests, tokens, limits = len(batch.requests), self._new_tokens, self.context.limits
         advance, advances = self._advance, None
         if advance is not None:
             advances = len(advance.flat), len(advance.rows)
@@ -456,7 +427,7 @@ class SingleForwardManager:
         """
         if self._phase is Phase.SKIPPED:
             return
-        with self._manager.guard.contain(f"forward {self.name}: HEAD") as part:
+        with self.context.guard.contain(f"forward {self.name}: HEAD") as part:
             self._expect(Phase.BEGUN, "head")
             self._copy_inputs(input_ids, positions)
             self._replays.run(("head", *self._key()), self._launch_head)
@@ -474,7 +445,7 @@ class SingleForwardManager:
         """
         if self._phase is Phase.SKIPPED:
             return
-        with self._manager.guard.contain(f"forward {self.name}: TAIL") as part:
+        with self.context.guard.contain(f"forward {self.name}: TAIL") as part:
             self._expect(Phase.HEAD, "tail")
             if self._is_late and self._batch is not None:
                 self._take_given(self._batch, given)
@@ -495,11 +466,11 @@ class SingleForwardManager:
     def _give_up_advance(self) -> None:
         """Take in that rows were not brought up to their prefixes."""
         if self._advance is not None:
-            self._manager.state.forget(self._advance.rows)
+            self.context.state.forget(self._advance.rows)
             self._advance = None
 
     def _launch_advance(self) -> None:
-        manager, advance = self._manager, self._advance
+        context, advance = self.context, self._advance
         if advance is not None:
             flat, offsets, rows, starts = self._inputs.advance
             ops.chain_tails(
@@ -509,7 +480,7 @@ class SingleForwardManager:
                 starts=starts,
                 **advance.where,
                 status=self._tails_status,
-                backend=manager.backend,
+                backend=context.backend,
             )
 
     def _launch_head(self) -> None:
@@ -529,7 +500,7 @@ class SingleForwardManager:
 
     def _key(self) -> tuple[Hashable, ...]:
         """What tells whether HEAD and TAIL would launch the same as before, on the same memory."""
-        tokens = self._manager.state.token_pool
+        tokens = self.context.state.token_pool
         where = () if tokens is None else layout_of(tokens)
         in_place = self._inputs.in_place
         given = () if in_place is None else in_place.addresses
@@ -540,18 +511,18 @@ class SingleForwardManager:
         if self._phase is Phase.SKIPPED:
             self._phase = Phase.IDLE
             return
-        with self._manager.guard.contain(f"forward {self.name}: end") as part:
+        with self.context.guard.contain(f"forward {self.name}: end") as part:
             # A replay runs HEAD and TAIL where the host does not see it; their launches are counted on the device.
             self._expect(Phase.TAIL if self._captured is None else Phase.BEGUN, "end")
             self._phase = Phase.IDLE
             try:
-                if self._manager.unverified.any_marked:
+                if self._steps.unverified.any_marked:
                     for launches in self._launches:
-                        self._manager.unverified.written(launches.group.pool, launches.out_slots[: self._new_tokens])
+                        self._steps.unverified.written(launches.group.pool, launches.out_slots[: self._new_tokens])
                 self._is_late = False
-                self._manager.end_forward(self, self._batch)
+                self._steps.end_forward(self, self._batch)
             except BaseException:
-                self._manager.abort_forward(self)
+                self._steps.abort_forward(self)
                 raise
         if part.failed:
             self._phase = Phase.IDLE
@@ -561,15 +532,15 @@ class SingleForwardManager:
         phase, self._phase = self._phase, Phase.IDLE
         if phase in (Phase.IDLE, Phase.SKIPPED):
             return
-        with self._manager.guard.contain(f"forward {self.name}: abort"):
+        with self.context.guard.contain(f"forward {self.name}: abort"):
             try:
                 self._give_up_advance()
                 for launches in self._launches:
                     slots, pool = self._slots_of(launches), launches.group.pool
-                    self._manager.doubt(pool, slots)
+                    self._steps.doubt(pool, slots)
                     pool.take_back_head(slots)
             finally:
-                self._manager.abort_forward(self)
+                self._steps.abort_forward(self)
 
     @functools.cached_property
     def statuses(self) -> list[tuple[str, int, int]]:
@@ -579,11 +550,6 @@ class SingleForwardManager:
     def forget_graphs(self) -> None:
         """Destroy the graphs that HEAD and TAIL are replayed from."""
         self._replays.forget()
-
-    @property
-    def manager(self) -> CanaryManager:
-        """The canary that it belongs to."""
-        return self._manager
 
     def verified(self, group: str, *, first: int = 0, end: int | None = None) -> VerifiedEntries:
         """Return entries [first, end) of what HEAD verified last in a group; good until its next HEAD.
@@ -625,7 +591,7 @@ class SingleForwardManager:
     def _slots_of(self, launches: GroupLaunches) -> torch.Tensor:
         """Return the slots that a forward that is given up may have written."""
         if self._is_late and self._batch is not None:
-            return self._batch.out_slots[launches.group.name].to(self._manager.device, torch.int64)
+            return self._batch.out_slots[launches.group.name].to(self.context.device, torch.int64)
         return launches.out_slots[: self._new_tokens]
 
     def _take_given(self, batch: ForwardBatch, given: ModelInputs | None) -> None:
@@ -653,7 +619,7 @@ class SingleForwardManager:
 
     def _advance_scratch(self) -> None:
         """Let the tails of the requests go on over what this forward wrote, for the next one inside the step."""
-        manager, inputs, n = self._manager, self._inputs, self._shape.requests
+        context, inputs, n = self.context, self._inputs, self._shape.requests
         by_offset = {x.group.token_offset: x for x in self._launches}
         for launches in by_offset.values():
             ops.chain_tails(
@@ -661,14 +627,14 @@ class SingleForwardManager:
                 offsets=launches.write_plan.offsets[: n + 1],
                 rows=inputs.rows[:n],
                 starts=inputs.lengths.prefix[:n],
-                anchors=manager.state.anchors,
+                anchors=context.state.anchors,
                 tails=launches.tails(),
                 status=self._tails_status,
-                backend=manager.backend,
+                backend=context.backend,
             )
 
     def _check(self, batch: ForwardBatch, captured: CapturedForward | None) -> None:
-        limits = self._manager.limits
+        limits = self.context.limits
         part = f"forward {self.name}"
         most = (limits.max_requests, limits.max_tokens) if captured is None else (captured.requests, captured.tokens)
         if len(batch.requests) > most[0]:
@@ -681,7 +647,7 @@ class SingleForwardManager:
             for name, layout in captured.tables.items():
                 if layout_of(batch.tables[name]) != layout:
                     raise ValueError(must_be(part, f"tables[{name}]", "where it was captured", "another tensor"))
-            expects = batch.expected_input_ids is not None or self._manager.config.check_inputs
+            expects = batch.expected_input_ids is not None or self.context.config.check_inputs
             if captured.expects_tokens != expects:
                 expected = "given" if captured.expects_tokens else "left out"
                 raise ValueError(must_be(part, "expected_input_ids", f"{expected}, as captured", "the other"))
@@ -724,7 +690,7 @@ class SingleForwardManager:
             if len(np.unique(rows)) != len(rows):
                 expected = "different for every request"
                 raise ValueError(must_be(f"forward {self.name}", "rows", expected, str(rows.tolist())))
-            wrong |= (rows <= 0) | (rows >= self._manager.limits.max_rows)
+            wrong |= (rows <= 0) | (rows >= self.context.limits.max_rows)
             self._checked = 0 if wrong.any() else number
         if requests.pending is not None:
             wrong |= (requests.pending < 0) | (requests.pending > (prefix if captured is None else 0))
@@ -734,7 +700,7 @@ class SingleForwardManager:
 
     def _complaint(self, request: ForwardRequest, *, most_pending: int) -> str:
         """Return what is wrong with a request."""
-        max_rows = self._manager.limits.max_rows
+        max_rows = self.context.limits.max_rows
         wrong = (
             ("row", request.row, 0 < request.row < max_rows, f"in [1, {max_rows})"),
             ("prefix_len", request.prefix_len, request.prefix_len >= 0, "at least 0"),
@@ -772,16 +738,6 @@ def _sizes(max_requests: int, max_tokens: int, *, inner: bool) -> Iterator[tuple
         for tokens in rounded(max_tokens):
             if tokens >= min(requests, max_tokens):
                 yield requests, tokens, False
-
-
-def _read(requests: BatchRequests, group: BufferGroup) -> Int64s:
-    """Return how many positions of its prefix a forward reads in `group`, of each request."""
-    return np.minimum(requests.prefix, group.window) if group.window else requests.prefix
-
-
-def _num_read(requests: BatchRequests, group: BufferGroup) -> int:
-    """Return how many positions of all prefixes together a forward reads in `group`."""
-    return int(_read(requests, group).sum()) if group.window else requests.num_cached
 
 
 def _copy(buffer: torch.Tensor, tensor: torch.Tensor) -> None:

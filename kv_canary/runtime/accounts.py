@@ -1,71 +1,27 @@
-"""What the canary has found so far, whom it has told, and what can be said of its own health."""
+"""The accounts of a canary: violations counted and reported, observers told, and its own health judged."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from kv_canary.composition import BatchRequests, ForwardRequest
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import Reason, Status, Tag
-from kv_canary.drain import Findings, StepWords
-from kv_canary.forward import ForwardBatch, SingleForwardManager
-from kv_canary.guard import Guard
 from kv_canary.observers import Observer, StepFacts
 from kv_canary.output import OUTPUT, logger
-from kv_canary.pools import BufferGroup
 from kv_canary.ranks import RankReport
 from kv_canary.redact import Redactor
 from kv_canary.reports import CanaryViolationError, Decoder, Incident, ViolationReport
 from kv_canary.reports.decode import reason_names
 from kv_canary.reports.reporter import IncidentReporter, most_telling
-from kv_canary.rows import OwnerNames
-from kv_canary.summary import RECENT_STEPS, CanaryStatus, CanarySummary
-
-# Steps that are remembered, so that a report can name the request.
-REMEMBERED_STEPS = 64
-
-
-@dataclass(kw_only=True)
-class StepRecord:
-    """A step, under way or remembered.
-
-    Args:
-        number: its number.
-        forwards: the requests of each.
-        statuses: numbers of the status words of its plans, with the names of their groups.
-        launches: how many its forwards make, by tag.
-        relied_on: cached positions that its forwards are about to read.
-        broken: whether one of them was given up, so that its launches are not known.
-        stride: how many steps a cached position waited for its turn at most, when it began.
-        inner: by offset and row, how far inner forwards have brought the scratch tails.
-        tables: of its forwards, by group; the engine's own, which change as it goes on.
-    """
-
-    number: int
-    forwards: list[BatchRequests] = field(default_factory=list)
-    statuses: dict[int, str] = field(default_factory=dict)
-    launches: Counter[int] = field(default_factory=Counter)
-    relied_on: int = 0
-    broken: bool = False
-    stride: int = 1
-    inner: dict[tuple[int, int], int] = field(default_factory=dict)
-    tables: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def request(self, row: int) -> ForwardRequest | None:
-        """Return the request of a row, as the step's last forward had it."""
-        return next((r for f in reversed(self.forwards) if (r := f.find(row)) is not None), None)
-
-    @property
-    def num_requests(self) -> int:
-        """How many requests the step's forwards served."""
-        if len(self.forwards) == 1:
-            return len(self.forwards[0])
-        return len({row for f in self.forwards for row in f.rows.tolist()})
+from kv_canary.runtime.batch import ForwardBatch, WatchedForward
+from kv_canary.runtime.drain import Findings, StepWords
+from kv_canary.runtime.guard import Guard
+from kv_canary.runtime.history import StepHistory, StepRecord
+from kv_canary.runtime.pools import BufferGroup
+from kv_canary.runtime.rows import OwnerNames
+from kv_canary.runtime.summary import RECENT_STEPS, CanaryStatus, CanarySummary
 
 
 class Accounts:
@@ -94,7 +50,7 @@ class Accounts:
         self.rank_reports: deque[RankReport] = deque(maxlen=1024)
         self.observers = list(observers)
         self._config, self._guard, self._rows, self._on_report = config, guard, rows, on_report
-        self._steps: deque[StepRecord] = deque(maxlen=REMEMBERED_STEPS)
+        self._steps = StepHistory()
         # As reports call them: several groups where a tag is theirs alike.
         self._groups_of = {
             tag: " or ".join(g.name for g in groups if tag in (g.head_tag, g.tail_tag, g.sweep_tag)) for tag in Tag
@@ -126,10 +82,11 @@ class Accounts:
 
     def begin_step(self, number: int, *, stride: int) -> StepRecord:
         """Return the record of a new step."""
-        self._steps.append(StepRecord(number=number, stride=stride))
-        return self._steps[-1]
+        step = StepRecord(number=number, stride=stride)
+        self._steps.append(step)
+        return step
 
-    def see_forward(self, forward: SingleForwardManager, batch: ForwardBatch) -> None:
+    def see_forward(self, forward: WatchedForward, batch: ForwardBatch) -> None:
         """Show a forward that is over to the observers."""
         for observer in self.observers:
             self._call(observer.on_forward, forward, batch)
@@ -245,11 +202,11 @@ class Accounts:
 
     def _summary_now(self) -> dict[str, Any]:
         """Return the summary as of what is being taken in."""
-        newest = self._steps[-1] if self._steps else StepRecord(number=0)
+        newest = self._steps.newest or StepRecord(number=0)
         return self.summary(steps=newest.number, counters=self._counters, stride=newest.stride).as_dict()
 
     def _status(self) -> CanaryStatus:
-        newest = self._steps[-1].number if self._steps else 0
+        newest = 0 if self._steps.newest is None else self._steps.newest.number
         if self._guard.take_touched():
             self._last_trouble = newest
         recent = self._last_trouble is not None and newest - self._last_trouble < RECENT_STEPS
@@ -262,7 +219,7 @@ class Accounts:
         for _, bits in words.statuses:
             self._statuses[Status(bits)] += 1
             self._last_trouble = words.step
-        record = next((s for s in reversed(self._steps) if s.number == words.step), None)
+        record = self._steps.find(words.step)
         relied_on = 0 if record is None else record.relied_on
         before, self._before = self._before, words.counters if words.launches is not None else None
         missing: dict[str, int] = {}
@@ -307,7 +264,7 @@ class Accounts:
 
     def _was_discarded(self, step: int, row: int) -> bool:
         """Whether the engine threw away the result of the request in `row` of a step; if it cannot say, no."""
-        request = self._request(step, row)
+        request = self._steps.request(step, row)
         if request is None or request.discarded is None:
             return False
         try:
@@ -316,19 +273,16 @@ class Accounts:
             self._guard.failed("discarded", error, own=False)
             return False
 
-    def _request(self, step: int, row: int) -> ForwardRequest | None:
-        return next((s.request(row) for s in reversed(self._steps) if s.number == step), None)
-
     def _name_of_row(self, step: int, row: int) -> str | None:
-        request = self._request(step, row)
+        request = self._steps.request(step, row)
         return None if request is None else request.request_id
 
     def _name_of_owner(self, owner: int) -> str | None:
         if self._rows is not None:
             return self._rows.name(owner)
         # An engine with rows of its own: the requests of the steps that are remembered.
-        forwards = (f for s in reversed(self._steps) for f in reversed(s.forwards))
-        return next((r.request_id for f in forwards if (r := f.find_owner(owner)) is not None), None)
+        request = self._steps.owned(owner)
+        return None if request is None else request.request_id
 
 
 def _missing(words: StepWords, before: Sequence[Sequence[int]], wanted: Mapping[int, int]) -> dict[str, int]:

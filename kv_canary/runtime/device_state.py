@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
 from kv_canary import ops
-from kv_canary.composition import BatchRequests, Int64s
-from kv_canary.constants import ANCHOR, MASK64, Tag, to_signed
-from kv_canary.hashing import mix
-from kv_canary.host import Mailbox, Numbers, let_go, send
-from kv_canary.replays import Replays, layout_of, round_up, rounded
+from kv_canary.constants import ANCHOR, Tag
+from kv_canary.runtime.composition import BatchRequests, Int64s
+from kv_canary.runtime.host import Mailbox, Numbers, let_go, send
+from kv_canary.runtime.replays import Replays, layout_of, round_up, rounded
+from kv_canary.runtime.tails import Advance, Progress, Tails, anchor_of, ones, segments_of
 from kv_canary.specs.structures import ViolationLog
 from kv_canary.specs.violation_row import VIOLATION_WORDS
 
@@ -24,6 +22,8 @@ MOST_REPLAYED = 4096
 # Positions that a row of the token table has room for at least.
 LEAST_WIDTH = 256
 
+_NOBODY = np.zeros(0, np.int64), np.zeros(0, np.int64)
+
 # Of all forwards and groups together, two each.
 MAX_STATUSES = 256
 
@@ -31,116 +31,6 @@ MAX_STATUSES = 256
 NUM_COUNTERS = 2 * len(Tag)
 VIOLATION_COUNT = NUM_COUNTERS
 FIRST_STATUS = VIOLATION_COUNT + 2
-
-
-_NOBODY = np.zeros(0, np.int64), np.zeros(0, np.int64)
-
-
-class _Progress:
-    """How far each row has come: its request's owner, the identity that its chain starts from, and its tokens in."""
-
-    def __init__(self, max_rows: int) -> None:
-        self._owners, self._identities, self._lengths = (np.zeros(max_rows, np.int64) for _ in range(3))
-        self._row_of: dict[int, int] = {}
-        # The number of a composition all of whose requests have their rows; 0: it is not known of any.
-        self._whole = 0
-
-    def behind(self, requests: BatchRequests) -> tuple[Int64s, Int64s]:
-        """Return which requests' rows are not at their prefixes, and the lengths to go on from."""
-        rows, prefix, composition = requests.rows, requests.prefix, requests.composition
-        lengths = self._lengths[rows]
-        if composition.number != self._whole:
-            goes_on = self._owners[rows] == requests.owners
-            goes_on &= self._identities[rows] == composition.identities
-            if not goes_on.all():
-                which = np.flatnonzero(~goes_on | (lengths != prefix))
-                return which, np.where(goes_on & (lengths <= prefix), lengths, 0)[which]
-            self._whole = composition.number
-        which = np.flatnonzero(lengths != prefix)
-        starts = lengths[which]
-        starts[starts > prefix[which]] = 0
-        return which, starts
-
-    def one_behind(self, requests: BatchRequests) -> Int64s | None:
-        """Return the lengths of the requests' rows where each is one token behind its prefix; None: that is not known.
-
-        Known of the requests that `behind` was asked of last.
-        """
-        if requests.composition.number != self._whole:
-            return None
-        lengths = self._lengths[requests.rows]
-        return lengths if np.array_equal(lengths + 1, requests.prefix) else None
-
-    def forget(self, rows: Int64s) -> None:
-        """Let `rows` start anew."""
-        self._whole = 0
-        for values in (self._owners, self._identities, self._lengths):
-            values[rows] = 0
-
-    def rows_of(self, owner: int) -> Int64s:
-        """Return the row of a request, if it has one."""
-        return np.array([self._row_of[owner]] if owner in self._row_of else [], np.int64)
-
-    def lengths(self, rows: Int64s) -> Int64s:
-        """Return how many tokens of each of `rows` are in."""
-        return self._lengths[rows]
-
-    def went_on(self, requests: BatchRequests) -> None:
-        """Note that the rows of the requests, of which `one_behind` knew, are at their prefixes."""
-        self._lengths[requests.rows] = requests.prefix
-
-    def advanced(self, requests: BatchRequests, which: Int64s) -> None:
-        """Note that the rows of these requests are at their prefixes."""
-        rows, owners = requests.rows[which], requests.owners[which]
-        if requests.composition.number == self._whole:
-            self._lengths[rows] = requests.prefix[which]
-            return
-        self._whole = 0
-        for row, owner in zip(*self._changed_hands(rows, owners), strict=True):
-            self._row_of.pop(int(self._owners[row]), None)
-            # A request that has moved leaves nothing behind that it could go on from when it comes back.
-            self.forget(np.array([self._row_of.get(owner, 0)]))
-            self._row_of[owner] = row
-        self._owners[rows] = owners
-        self._identities[rows] = requests.composition.identities[which]
-        self._lengths[rows] = requests.prefix[which]
-
-    def _changed_hands(self, rows: Int64s, owners: Int64s) -> tuple[list[int], list[int]]:
-        changed = self._owners[rows] != owners
-        return rows[changed].tolist(), owners[changed].tolist()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Advance:
-    """What brings rows up to their prefixes: a launch of `chain_tails` that has not been made yet.
-
-    Args:
-        flat, offsets, rows, starts: its lists, on the host.
-        where: its tensors.
-    """
-
-    flat: Int64s
-    offsets: Int64s
-    rows: Int64s
-    starts: Int64s
-    where: Mapping[str, torch.Tensor]
-
-
-class Tails:
-    """The chain of each row's prefix, computed from the requests' own tokens.
-
-    Args:
-        max_rows: rows, row 0 (padding) included.
-        offset: how many tokens later than its position the token of a slot stands.
-        device: where the chains live.
-    """
-
-    def __init__(self, *, max_rows: int, offset: int, device: torch.device) -> None:
-        self.offset = offset
-        self.chains = torch.full((max_rows,), ANCHOR, dtype=torch.int64, device=device)
-        # What forwards inside a step advance, over tokens that may yet be rejected.
-        self.scratch = self.chains.clone()
-        self.progress = _Progress(max_rows)
 
 
 class CanaryDeviceState:
@@ -186,7 +76,7 @@ class CanaryDeviceState:
             self.token_pool = torch.zeros(max_rows, max(max_len, LEAST_WIDTH), dtype=torch.int32, device=device)
         # Where no group's slots hold a later token, one launch brings up tails and tokens alike.
         self._together = set(self.tails) == {0}
-        self._tokens = self.tails[0].progress if self._together else _Progress(max_rows)
+        self._tokens = self.tails[0].progress if self._together else Progress(max_rows)
         self._anchored = np.zeros(max_rows, np.int64)
         # False: nobody knows which identity a row's chain starts from.
         self._is_anchored = np.ones(max_rows, np.bool_)
@@ -246,13 +136,13 @@ class CanaryDeviceState:
             return advance
         behind = [(tails, *tails.progress.behind(requests)) for tails in self.tails.values()]
         segments = [
-            (tails, which, _segments(requests, which, starts, offset=tails.offset))
+            (tails, which, segments_of(requests, which, starts, offset=tails.offset))
             for tails, which, starts in behind
             if len(which)
         ]
         apart = self.token_pool is not None and not self._together
         missing, starts = self._tokens.behind(requests) if apart else _NOBODY
-        tokens = _segments(requests, missing, starts, more=self.lookahead) if len(missing) else None
+        tokens = segments_of(requests, missing, starts, more=self.lookahead) if len(missing) else None
         # Only now, so that a history that could not be had leaves every row as it was.
         self._anchor(requests)
         for tails, which, lists in segments:
@@ -272,12 +162,12 @@ class CanaryDeviceState:
     def no_advance(self) -> Advance:
         """Return what brings up no row."""
         none = np.zeros(0, np.int64)
-        return Advance(flat=none, offsets=_ones(0), rows=none, starts=none, where=self._where(none))
+        return Advance(flat=none, offsets=ones(0), rows=none, starts=none, where=self._where(none))
 
     def warm_up(self, *, backend: str | None) -> None:
         """Bring up no row, by every launch that may be made for some, so that all kernels are compiled."""
         for tokens in [*rounded(MOST_REPLAYED), MOST_REPLAYED + 1]:
-            lists = np.zeros(tokens, np.int64), _ones(1), np.zeros(1, np.int64), np.zeros(1, np.int64)
+            lists = np.zeros(tokens, np.int64), ones(1), np.zeros(1, np.int64), np.zeros(1, np.int64)
             for tails in self.tails.values():
                 where = self._where(lists[2]) if self._together else {"anchors": self.anchors, "tails": tails.chains}
                 self._run("chain_tails", lists, where, backend)
@@ -302,7 +192,7 @@ class CanaryDeviceState:
             return None
         where = self._where(requests.prefix)
         progress.went_on(requests)
-        return Advance(flat=newest, offsets=_ones(len(newest)), rows=requests.rows, starts=starts, where=where)
+        return Advance(flat=newest, offsets=ones(len(newest)), rows=requests.rows, starts=starts, where=where)
 
     def _token_pool_for(self, prefix: Int64s) -> torch.Tensor:
         """Return the token table, with room for such prefixes where it may still grow."""
@@ -380,51 +270,6 @@ class CanaryDeviceState:
         there, anchors = send(self.device, rows, [anchor_of(word) for word in identities.tolist()])
         self.anchors[there] = anchors
         self._anchored[rows], self._is_anchored[rows] = identities, True
-
-
-def anchor_of(identity: int) -> int:
-    """Return the chain that the first token of a request with this identity word follows; 0 is none."""
-    return to_signed(ANCHOR ^ mix(identity & MASK64)) if identity else ANCHOR
-
-
-@functools.lru_cache(maxsize=256)
-def _ones(count: int) -> Int64s:
-    """Return the offsets of segments of one token each."""
-    offsets = np.arange(count + 1)
-    offsets.setflags(write=False)
-    return offsets
-
-
-def _segments(
-    requests: BatchRequests, which: Int64s, starts: Int64s, *, offset: int = 0, more: int = 0
-) -> tuple[Int64s, ...]:
-    """Return flat tokens, offsets, rows and starts of what is missing up to each prefix, and `more` tokens of it."""
-    rows, firsts, lasts = requests.rows[which], starts + offset, requests.prefix[which] + offset + more
-    counts = lasts - firsts
-    if len(which) == len(requests) and (counts == 1).all():
-        # As most steps are: the list is the same, and all have grown by one token.
-        newest = requests.newest(which, lasts)
-        if newest is not None:
-            return newest, _ones(len(which)), rows, starts
-    offsets = np.zeros(len(which) + 1, np.int64)
-    np.cumsum(counts, out=offsets[1:])
-    flat = np.empty(offsets[-1], np.int64)
-    # In most steps all requests have grown by one token, which the engine can give of all of them in one pass.
-    single = counts == 1
-    newest = requests.newest(which[single], lasts[single]) if single.any() else None
-    if newest is not None:
-        flat[offsets[:-1][single]] = newest
-    rest = np.flatnonzero(counts != 1 if newest is not None else counts >= 0)
-    for n, i in zip(rest.tolist(), which[rest].tolist(), strict=True):
-        first, last = int(firsts[n]), int(lasts[n])
-        tokens = requests.tokens(i, first, last)
-        if len(tokens) != last - first:
-            raise ValueError(
-                f"kv-canary: request {requests[i].request_id}: tokens({first}, {last}) must be "
-                f"{last - first} tokens, got {len(tokens)}"
-            )
-        flat[offsets[n] : offsets[n + 1]] = tokens
-    return flat, offsets, rows, starts
 
 
 def widen(table: torch.Tensor, length: int) -> torch.Tensor:

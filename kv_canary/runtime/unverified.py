@@ -13,23 +13,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from kv_canary import ops
 from kv_canary.constants import UNCHECKED, Reason
-from kv_canary.drain import Findings
-from kv_canary.host import send
-from kv_canary.pools import BufferGroup, KvPool
+from kv_canary.runtime.aside import record_prefix
+from kv_canary.runtime.cached import CachedSlots
+from kv_canary.runtime.composition import ForwardRequest
+from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.drain import Findings
+from kv_canary.runtime.host import send
+from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.specs.structures import VerifyPlan, WritePlan
 from kv_canary.specs.violation_row import ViolationRow
-from kv_canary.sweep import CachedSlots
-from kv_canary.transfer import record_prefix
-
-if TYPE_CHECKING:
-    from kv_canary.composition import ForwardRequest
-    from kv_canary.manager import CanaryManager
 
 _DOUBT, _GAP, _TAKEN = 1, 2, 4
 # Who a row was looked through for, as of which marking, and how many of its positions need no second look.
@@ -40,13 +37,13 @@ class Unverified:
     """The marks of every pool, one byte a slot, and what takes slots in again. Nothing is launched where none is set.
 
     Args:
-        manager: the canary.
+        context: of the canary.
     """
 
-    def __init__(self, manager: CanaryManager) -> None:
-        self._manager = manager
+    def __init__(self, context: CanaryContext) -> None:
+        self._context = context
         self._marks = {
-            pool: torch.zeros(len(pool.records), dtype=torch.uint8, device=manager.device) for pool in manager.pools
+            pool: torch.zeros(len(pool.records), dtype=torch.uint8, device=context.device) for pool in context.pools
         }
         # Where any bit, or any GAP, may be set; and where all slots are to be marked, because marking some has failed.
         self._marked: set[KvPool] = set()
@@ -219,7 +216,7 @@ class Unverified:
         )
 
     def _take_in(self, group: BufferGroup, table: torch.Tensor, requests: Sequence[ForwardRequest]) -> None:
-        device, pool = self._manager.device, group.pool
+        device, pool = self._context.device, group.pool
         there = [r.prefix_len - r.pending for r in requests]
         plan = VerifyPlan.allocate(verify_cap=max(1, sum(there)), device=device)
         rows, prefixes, extends = send(device, [r.row for r in requests], there, [r.pending + 1 for r in requests])
@@ -235,7 +232,7 @@ class Unverified:
             verify_plan=plan,
             write_plan=WritePlan.allocate(write_cap=len(requests), device=device),
             status=torch.zeros(1, dtype=torch.int32, device=device),
-            backend=self._manager.backend,
+            backend=self._context.backend,
         )
         valid = torch.arange(len(plan.slots), device=device) < plan.num_valid
         slots = torch.where(valid, self._inside(pool, plan.slots), 0)
@@ -254,15 +251,15 @@ class Unverified:
         self, group: BufferGroup, request: ForwardRequest, slots: torch.Tensor, positions: torch.Tensor
     ) -> None:
         """Record a request's own tokens at `positions`, with the bytes that lie in `slots`."""
-        manager, end = self._manager, int(positions.max()) + 1
+        context, end = self._context, int(positions.max()) + 1
         tokens = list(request.tokens(group.token_offset, end + group.token_offset))
         if len(tokens) != end:
             raise ValueError(
                 f"kv-canary: request {request.request_id}: tokens of its prefix must be {end}, got {len(tokens)}"
             )
-        out_slots = torch.zeros(end, dtype=torch.int64, device=manager.device)
+        out_slots = torch.zeros(end, dtype=torch.int64, device=context.device)
         out_slots[positions] = slots
-        record_prefix(manager, group, slots=out_slots, tokens=tokens, owner=request.owner, identity=request.identity)
+        record_prefix(context, group, slots=out_slots, tokens=tokens, owner=request.owner, identity=request.identity)
         self.taken_in += len(slots)
 
     def _inside(self, pool: KvPool, slots: torch.Tensor) -> torch.Tensor:

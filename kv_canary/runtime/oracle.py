@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kv_canary.host import send
+from kv_canary.runtime.host import send
 
 if TYPE_CHECKING:
-    from kv_canary.composition import ForwardRequest
+    from kv_canary.runtime.composition import ForwardRequest
 
 UNKNOWN = -1
 

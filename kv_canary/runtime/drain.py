@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from kv_canary.constants import Tag
+from kv_canary.runtime.device_state import FIRST_STATUS, NUM_COUNTERS, VIOLATION_COUNT, CanaryDeviceState
 from kv_canary.specs.violation_row import ViolationRow
-from kv_canary.state import FIRST_STATUS, NUM_COUNTERS, VIOLATION_COUNT, CanaryDeviceState
 
 
 @dataclass(frozen=True, kw_only=True)

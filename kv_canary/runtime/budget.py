@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kv_canary.composition import BatchRequests, Int64s
 from kv_canary.config import CanaryConfig
+from kv_canary.runtime.composition import BatchRequests, Int64s
 
 # Steps whose times are remembered, and that pass between two changes of the stride.
 _MEMORY = 16

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kv_canary import ops
-from kv_canary.capacities import CanaryLimits
 from kv_canary.constants import HEAD_OF_CHAIN
-from kv_canary.host import Mailbox, Numbers, let_go
-from kv_canary.pools import BufferGroup
-from kv_canary.replays import layout_of
+from kv_canary.runtime.batch import ModelInputs, VerifiedEntries
+from kv_canary.runtime.capacities import CanaryLimits
+from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.device_state import MOST_REPLAYED
+from kv_canary.runtime.host import Mailbox, Numbers, let_go
+from kv_canary.runtime.pools import BufferGroup
+from kv_canary.runtime.replays import layout_of
+from kv_canary.runtime.tails import Advance, Tails
 from kv_canary.specs.structures import Endpoint, ResolvedSlots, VerifyPlan, WritePlan
 from kv_canary.specs.write import max_tiles
-from kv_canary.state import MOST_REPLAYED, Advance
-
-if TYPE_CHECKING:
-    from kv_canary.manager import CanaryManager
-    from kv_canary.state import Tails
 
 # Columns of numbers that the host sends of every request, at most.
 _NUMBER_COLUMNS = 8
@@ -31,51 +29,6 @@ _NUMBER_COLUMNS = 8
 _FEW_ENTRIES = 1024
 # So many that kernels go about them as they do about any more.
 MANY_ENTRIES = 1 << 17
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ModelInputs:
-    """What the model is given, where it reads it: the tensors of a CUDA graph, say, once they are filled.
-
-    Args:
-        input_ids, positions: [tokens].
-        out_slots: [tokens] per group name.
-        rows, lengths: [requests], the row of each request and its length with the new tokens, as the attention backend
-            is given them; None: not checked.
-        stays: whether all of it lies there at every forward: then it is read in place, and not copied. Tensors that are
-            not int64 are copied all the same. To be made once, and given at every forward.
-    """
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    out_slots: Mapping[str, torch.Tensor]
-    rows: torch.Tensor | None = None
-    lengths: torch.Tensor | None = None
-    stays: bool = False
-
-    @functools.cached_property
-    def flat(self) -> dict[str, torch.Tensor]:
-        """Every tensor by its name."""
-        named = {"input_ids": self.input_ids, "positions": self.positions, "rows": self.rows, "lengths": self.lengths}
-        named |= {f"out_slots[{name}]": slots for name, slots in self.out_slots.items()}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-    @functools.cached_property
-    def is_in_place(self) -> bool:
-        """Whether launches can read all of it where it is."""
-        return self.stays and all(t.dtype == torch.int64 and t.is_contiguous() for t in self.flat.values())
-
-    @functools.cached_property
-    def addresses(self) -> tuple[int, ...]:
-        """Where it is."""
-        return tuple(t.data_ptr() for t in self.flat.values())
-
-    @functools.cached_property
-    def room(self) -> tuple[int, int]:
-        """How many requests and how many tokens it has room for."""
-        of_requests = [len(t) for t in (self.rows, self.lengths) if t is not None]
-        tokens = min(len(t) for t in (self.input_ids, self.positions, *self.out_slots.values()))
-        return min(of_requests, default=tokens), tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,21 +58,6 @@ class Lengths:
 
     prefix: torch.Tensor
     extend: torch.Tensor
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class VerifiedEntries:
-    """What HEAD verified, entry by entry.
-
-    Args:
-        slots, positions, rows: int64 [entries].
-        valid: bool [entries]; the others are arbitrary.
-    """
-
-    slots: torch.Tensor
-    positions: torch.Tensor
-    rows: torch.Tensor
-    valid: torch.Tensor
 
 
 class ForwardInputs:
@@ -217,7 +155,7 @@ class GroupLaunches:
     at HEAD, because tables are read once a step.
 
     Args:
-        manager: the canary.
+        context: of the canary.
         group: the group.
         inputs: of the forward.
         inner: see `SingleForwardManager`.
@@ -225,13 +163,19 @@ class GroupLaunches:
     """
 
     def __init__(
-        self, manager: CanaryManager, group: BufferGroup, inputs: ForwardInputs, *, inner: bool, checks_given: bool
+        self,
+        context: CanaryContext,
+        group: BufferGroup,
+        inputs: ForwardInputs,
+        *,
+        inner: bool,
+        checks_given: bool,
     ) -> None:
         self.group = group
-        self._manager, self._inputs, self._inner, self._checks_given = manager, inputs, inner, checks_given
-        self._capacities = manager.capacities(group)
+        self._context, self._inputs, self._inner, self._checks_given = context, inputs, inner, checks_given
+        self._capacities = context.capacities(group)
         requests, tokens = self._capacities.requests, self._capacities.tokens
-        device = manager.device
+        device = context.device
         self.copied_slots = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.table = torch.zeros(1, 1, dtype=torch.int32, device=device)
         self.write_plan = WritePlan.allocate(write_cap=requests, device=device)
@@ -239,8 +183,8 @@ class GroupLaunches:
         self._resolved: ResolvedSlots | None = None
         self._plans: _TwoPlans | None = None
         # Numbers of status words: of the last plan, and of earlier ones in the same step.
-        self.status, self.earlier_status = manager.state.new_status(), manager.state.new_status()
-        self._status = manager.state.status(self.status)
+        self.status, self.earlier_status = context.state.new_status(), context.state.new_status()
+        self._status = context.state.status(self.status)
         # Scratch, allocated once: nothing is allocated between HEAD and TAIL.
         self._entry_offsets = torch.zeros(requests + 1, dtype=torch.int64, device=device)
         self._longest_stride = torch.zeros(1, dtype=torch.int64, device=device)
@@ -258,7 +202,7 @@ class GroupLaunches:
         if not sizes_are_final:
             # A power of two: kernels are compiled apart for numbers that are no multiples of 16.
             wanted = 1 << (max(needed, 2 * self.room) - 1).bit_length()
-            most = self._manager.config.verify_capacity or wanted
+            most = self._context.config.verify_capacity or wanted
             if needed > self.room < most:
                 self.room = min(wanted, most)
         self._by_plans = self._plans_for(has_pending)
@@ -266,12 +210,12 @@ class GroupLaunches:
             if self._plans is None or self._plans.room < self.room:
                 _let_go(self._plans)
                 self._plans = _TwoPlans.allocate(
-                    entries=self.room, requests=self._capacities.requests, device=self._manager.device
+                    entries=self.room, requests=self._capacities.requests, device=self._context.device
                 )
                 self._made += 1
         elif self._resolved is None or self._resolved.entries.shape[0] < self.room:
             _let_go(self._resolved)
-            self._resolved = ResolvedSlots.allocate(entry_cap=self.room, device=self._manager.device)
+            self._resolved = ResolvedSlots.allocate(entry_cap=self.room, device=self._context.device)
             self._made += 1
 
     def finalize(self) -> None:
@@ -339,7 +283,7 @@ class GroupLaunches:
 
     def tails(self) -> torch.Tensor:
         """The chains that what this forward writes goes on from."""
-        tails: Tails = self._manager.state.tails[self.group.token_offset]
+        tails: Tails = self._context.state.tails[self.group.token_offset]
         return tails.scratch if self._inner else tails.chains
 
     def _plans_for(self, has_pending: bool) -> bool:
@@ -347,7 +291,7 @@ class GroupLaunches:
         return self.group.ring or has_pending
 
     def _verify_prefixes(self, shape: Shape) -> None:
-        manager, inputs, n = self._manager, self._inputs, shape.requests
+        context, inputs, n = self._context, self._inputs, shape.requests
         ops.verify_prefixes(
             rows=inputs.rows[:n],
             owners=inputs.owners[:n],
@@ -360,32 +304,32 @@ class GroupLaunches:
             strides=inputs.strides,
             step=inputs.step,
             endpoint=self._endpoint(at_tail=False),
-            anchors=manager.state.anchors,
-            track_lifetime=manager.config.track_lifetime,
+            anchors=context.state.anchors,
+            track_lifetime=context.config.track_lifetime,
             resolved=self._resolved,
             write_plan=self.write_plan,
             status=self._status,
-            violations=manager.state.violations,
-            counters=manager.state.counters,
+            violations=context.state.violations,
+            counters=context.state.counters,
             entry_offsets=self._entry_offsets[: n + 1],
             longest_stride=self._longest_stride,
-            backend=manager.backend,
+            backend=context.backend,
         )
 
     def _verify_resolved(self, shape: Shape) -> None:
-        manager, n = self._manager, shape.requests
+        context, n = self._context, shape.requests
         ops.verify_resolved(
             rows=self._inputs.rows[:n],
             **self._tokens(n),
             resolved=self._resolved,
             endpoint=self._endpoint(at_tail=True),
-            anchors=manager.state.anchors,
+            anchors=context.state.anchors,
             step=self._inputs.step,
             # A request that ends while its last step runs may have its slots freed before TAIL.
             track_lifetime=False,
-            violations=manager.state.violations,
-            counters=manager.state.counters,
-            backend=manager.backend,
+            violations=context.state.violations,
+            counters=context.state.counters,
+            backend=context.backend,
         )
 
     def _head_by_plans(self, shape: Shape) -> None:
@@ -415,7 +359,7 @@ class GroupLaunches:
         lengths: Lengths | None = None,
         after_write: bool = False,
     ) -> None:
-        manager, inputs = self._manager, self._inputs
+        context, inputs = self._context, self._inputs
         lengths = lengths or inputs.lengths
         ops.plan(
             rows=inputs.rows[:n],
@@ -428,30 +372,30 @@ class GroupLaunches:
             lut=self.group.lut,
             **self._tokens(n),
             strides=inputs.strides,
-            step=inputs.step if manager.budget.may_skip else None,
+            step=None if inputs.strides is None else inputs.step,
             verify_plan=verify_plan,
             write_plan=write_plan,
             status=status,
             entry_offsets=self._entry_offsets[: n + 1],
-            backend=manager.backend,
+            backend=context.backend,
         )
 
     def _verify(self, plan: VerifyPlan, *, at_tail: bool) -> None:
-        manager = self._manager
+        context = self._context
         ops.verify(
             verify_plan=plan,
             endpoint=self._endpoint(at_tail=at_tail),
-            anchors=manager.state.anchors,
+            anchors=context.state.anchors,
             step=self._inputs.step,
             # As in `_verify_resolved`.
-            track_lifetime=manager.config.track_lifetime and not at_tail,
-            violations=manager.state.violations,
-            counters=manager.state.counters,
-            backend=manager.backend,
+            track_lifetime=context.config.track_lifetime and not at_tail,
+            violations=context.state.violations,
+            counters=context.state.counters,
+            backend=context.backend,
         )
 
     def _write(self, shape: Shape, *, at_tail: bool) -> None:
-        manager, inputs = self._manager, self._inputs
+        context, inputs = self._context, self._inputs
         tag = self.group.tail_tag if at_tail else self.group.head_tag
         # Tensors of the model's may be shorter than a rounded shape, and hold all tokens.
         t = min(shape.tokens, len(self.out_slots))
@@ -467,31 +411,31 @@ class GroupLaunches:
             input_ids=input_ids[:t],
             positions=positions[:t],
             out_slots=self.out_slots[:t],
-            endpoint=manager.endpoint(self.group, tag, with_bytes=True),
+            endpoint=context.endpoint(self.group, tag, with_bytes=True),
             tails=self.tails(),
             step=inputs.step,
             check_positions=inputs.check_positions,
             expected_input_ids=inputs.expected[:t] if shape.expects_tokens else None,
             given_rows=rows if is_given else None,
             given_lens=lens if is_given else None,
-            track_lifetime=manager.config.track_lifetime,
+            track_lifetime=context.config.track_lifetime,
             ring=self.group.ring,
-            violations=manager.state.violations,
+            violations=context.state.violations,
             # HEAD's own writes are counted apart: what HEAD verified is what its tag counts.
-            counters=manager.state.counters if at_tail else manager.state.head_writes,
+            counters=context.state.counters if at_tail else context.state.head_writes,
             tile_sums=self._tile_sums[: shape.requests],
-            backend=manager.backend,
+            backend=context.backend,
         )
 
     def _endpoint(self, *, at_tail: bool) -> Endpoint:
-        manager, group = self._manager, self.group
+        context, group = self._context, self.group
         tag = group.tail_tag if at_tail else group.head_tag
-        with_bytes = not at_tail or manager.config.verify_bytes_at_tail or group.pool.head_records is not None
-        return manager.endpoint(group, tag, with_bytes=with_bytes)
+        with_bytes = not at_tail or context.config.verify_bytes_at_tail or group.pool.head_records is not None
+        return context.endpoint(group, tag, with_bytes=with_bytes)
 
     def _tokens(self, n: int) -> dict[str, Any]:
         """The tokens to expect, as ops take them."""
-        table = self._manager.state.token_pool
+        table = self._context.state.token_pool
         return {
             "expected_tokens": table,
             "expected_lens": None if table is None else self._inputs.known_lens[:n],

@@ -1,0 +1,1 @@
+/work/main/kv_canary/__init__.py

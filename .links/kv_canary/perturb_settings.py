@@ -1,0 +1,1 @@
+/work/main/kv_canary/perturb_settings.py

@@ -1,0 +1,97 @@
+"""The parts of a canary that all others work with: its groups, limits and settings, and what it keeps on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kv_canary.backends import select_backend
+from kv_canary.config import CanaryConfig
+from kv_canary.constants import Tag
+from kv_canary.errors import must_be
+from kv_canary.runtime.capacities import CanaryLaunchCapacities, CanaryLimits
+from kv_canary.runtime.device_state import CanaryDeviceState
+from kv_canary.runtime.guard import Guard
+from kv_canary.runtime.oracle import TokenOracle
+from kv_canary.runtime.pools import BufferGroup, KvPool
+from kv_canary.runtime.replays import Replays, capture_graph
+from kv_canary.specs.structures import Endpoint
+
+# A token table this small is kept whatever the pool's size.
+SMALL_TABLE_BYTES = 16 << 20
+
+
+class CanaryContext:
+    """The groups of one canary, its limits and settings, its backend, its guard, and its state on the device.
+
+    Args:
+        groups: the engine's attention groups and their pools.
+        limits: the engine's limits.
+        config: how to behave.
+
+    Raises:
+        ValueError: groups are missing, share a name, or lie on several devices.
+    """
+
+    def __init__(self, groups: Sequence[BufferGroup], *, limits: CanaryLimits, config: CanaryConfig) -> None:
+        if not groups:
+            raise ValueError(must_be("CanaryManager", "groups", "at least one group", "none"))
+        names = [g.name for g in groups]
+        if len(set(names)) != len(names):
+            raise ValueError(must_be("CanaryManager", "groups", "of different names", str(names)))
+        devices = {g.pool.records.device for g in groups}
+        if len(devices) != 1:
+            raise ValueError(must_be("CanaryManager", "groups", "on one device", str(sorted(map(str, devices)))))
+        self.groups = tuple(groups)
+        self.pools: tuple[KvPool, ...] = tuple(dict.fromkeys(g.pool for g in groups))
+        self.limits, self.config = limits, config
+        self.guard = Guard(contains=config.mode != "raise", redacts=config.redact)
+        self.device = devices.pop()
+        self.backend = select_backend(config.backend, self.device)
+        if config.records == "head_and_tail":
+            for pool in self.pools:
+                pool.keep_head_records()
+        self.state = CanaryDeviceState(
+            replays=self.new_replays(),
+            max_rows=limits.max_rows,
+            ring_capacity=config.ring_capacity,
+            keep_tokens=self._keeps_tokens(),
+            offsets=[g.token_offset for g in groups],
+            device=self.device,
+        )
+        self.oracle = TokenOracle(max_rows=limits.max_rows, device=self.device)
+        self._endpoints: dict[tuple[str, Tag, bool], Endpoint] = {}
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the configuration turns the canary off: nothing is verified, recorded or said."""
+        return self.config.mode == "off"
+
+    @property
+    def step(self) -> int:
+        """Number of the current or last step; the first is 1."""
+        return self.state.number
+
+    def capacities(self, group: BufferGroup) -> CanaryLaunchCapacities:
+        """Return the sizes that launches of `group` are made for."""
+        return CanaryLaunchCapacities.from_args(
+            limits=self.limits, window=group.window, verify_capacity=self.config.verify_capacity
+        )
+
+    def endpoint(self, group: BufferGroup, tag: Tag, *, with_bytes: bool) -> Endpoint:
+        """Return the launch site `tag` of `group`; the same one every time."""
+        key = (group.name, tag, with_bytes)
+        if key not in self._endpoints:
+            self._endpoints[key] = group.endpoint(tag, with_bytes=with_bytes)
+        return self._endpoints[key]
+
+    def new_replays(self) -> Replays:
+        """Return what runs launches: on a GPU, with Triton, by graphs where they come again, unless that is off."""
+        own_graphs = self.config.own_graphs and self.device.type == "cuda" and self.backend == "triton"
+        return Replays(capture_graph if own_graphs else None)
+
+    def _keeps_tokens(self) -> bool:
+        if self.config.check_tokens is not None:
+            return self.config.check_tokens
+        table = 4 * self.limits.max_rows * self.limits.max_len
+        pool = sum(p.kv_bytes for p in self.pools)
+        return table <= max(SMALL_TABLE_BYTES, self.config.token_table_share * pool)

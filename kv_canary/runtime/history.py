@@ -1,0 +1,110 @@
+"""The steps that are remembered, so that what is found later can be told of the requests that it befell."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from kv_canary.runtime.composition import BatchRequests, ForwardRequest
+
+# Steps that are remembered.
+REMEMBERED_STEPS = 64
+
+
+@dataclass(kw_only=True, slots=True)
+class StepRecord:
+    """A step, under way or remembered.
+
+    Args:
+        number: its number.
+        forwards: the requests of each.
+        statuses: numbers of the status words of its plans, with the names of their groups.
+        launches: how many its forwards make, by tag.
+        relied_on: cached positions that its forwards are about to read.
+        broken: whether one of them was given up, so that its launches are not known.
+        stride: how many steps a cached position waited for its turn at most, when it began.
+        inner: by offset and row, how far inner forwards have brought the scratch tails.
+        tables: of its forwards, by group; the engine's own, which change as it goes on.
+    """
+
+    number: int
+    forwards: list[BatchRequests] = field(default_factory=list)
+    statuses: dict[int, str] = field(default_factory=dict)
+    launches: Counter[int] = field(default_factory=Counter)
+    relied_on: int = 0
+    broken: bool = False
+    stride: int = 1
+    inner: dict[tuple[int, int], int] = field(default_factory=dict)
+    tables: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def request(self, row: int) -> ForwardRequest | None:
+        """Return the request of a row, as the step's last forward had it."""
+        return next((r for f in reversed(self.forwards) if (r := f.find(row)) is not None), None)
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests the step's forwards served."""
+        if len(self.forwards) == 1:
+            return len(self.forwards[0])
+        return len({row for f in self.forwards for row in f.rows.tolist()})
+
+
+class StepHistory:
+    """The steps that are remembered, oldest first; the newest may be under way."""
+
+    def __init__(self) -> None:
+        self._steps: deque[StepRecord] = deque(maxlen=REMEMBERED_STEPS)
+
+    def append(self, step: StepRecord) -> None:
+        """Remember a step; the oldest is forgotten where there are too many."""
+        self._steps.append(step)
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        return iter(self._steps)
+
+    def __reversed__(self) -> Iterator[StepRecord]:
+        return reversed(self._steps)
+
+    @property
+    def newest(self) -> StepRecord | None:
+        """The newest step, or None before the first."""
+        return self._steps[-1] if self._steps else None
+
+    def find(self, number: int) -> StepRecord | None:
+        """Return the step of this number, or None if it is forgotten."""
+        return next((s for s in reversed(self._steps) if s.number == number), None)
+
+    def request(self, number: int, row: int) -> ForwardRequest | None:
+        """Return the request that ran in `row` at step `number`, or None if that is forgotten."""
+        step = self.find(number)
+        return None if step is None else step.request(row)
+
+    def owned(self, owner: int) -> ForwardRequest | None:
+        """Return the latest request whose records are stamped with `owner`, or None if it is forgotten."""
+        forwards = (f for s in reversed(self._steps) for f in reversed(s.forwards))
+        return next((r for f in forwards if (r := f.find_owner(owner)) is not None), None)
+
+    def latest(self, number: int, row: int) -> tuple[StepRecord, ForwardRequest] | None:
+        """Return the latest step with the request that ran in `row` at step `number`, and how it ran there.
+
+        Steps whose tables are not known are left out.
+        """
+        then = self.request(number, row)
+        if then is None:
+            return None
+        for step in reversed(self._steps):
+            request = step.request(row)
+            if request is not None and request.owner == then.owner and step.tables:
+                return step, request
+        return None
+
+    def arrived(self, number: int, row: int) -> int | None:
+        """Return the first step of the request in `row`; None where it may have come before any that is remembered."""
+        then = self.request(number, row)
+        if then is None:
+            return None
+        came = next((s.number for s in self._steps if (r := s.request(row)) and r.owner == then.owner), None)
+        return came if came != self._steps[0].number or came == 1 else None

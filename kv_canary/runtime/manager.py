@@ -1,0 +1,450 @@
+"""The canary of one engine, or of one rank of it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from kv_canary import ops, output
+from kv_canary.config import CanaryConfig
+from kv_canary.constants import OWNER_MASK
+from kv_canary.errors import must_be
+from kv_canary.observers import HealthCheck, Observer, observers_of
+from kv_canary.output import logger
+from kv_canary.perturb import PerturbConfig, Perturber
+from kv_canary.ranks import RankGroup, RankReport, RankWatch
+from kv_canary.reports import Incident, ViolationReport
+from kv_canary.runtime.accounts import Accounts
+from kv_canary.runtime.aside import record_prefix
+from kv_canary.runtime.budget import Budget
+from kv_canary.runtime.cached import CachedSlots
+from kv_canary.runtime.calibration import measure_cost
+from kv_canary.runtime.capacities import CanaryLimits
+from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.device_state import CanaryDeviceState
+from kv_canary.runtime.forward import SingleForwardManager
+from kv_canary.runtime.guard import Guard
+from kv_canary.runtime.oracle import TokenOracle
+from kv_canary.runtime.pools import BufferGroup, KvPool
+from kv_canary.runtime.rows import OwnerNames
+from kv_canary.runtime.steps import Steps
+from kv_canary.runtime.summary import CanarySummary
+from kv_canary.runtime.sweep import Sweeper
+from kv_canary.runtime.unverified import Unverified
+
+# Slots beyond which kernels go about more of them as they do about any number.
+_MOST_AT_ONCE = 512
+# Seconds that `close` waits for what is still to be said and saved.
+_LAST_WORDS = 2.0
+
+
+class CanaryManager:
+    """The canary of one engine, or of one rank of it.
+
+    In log mode nothing that goes wrong inside it leaves its methods once it is made: that is counted, said once and
+    shown in the summary, what was not recorded is marked as unverified, and the engine and the canary go on. In raise
+    mode what was found is raised by `begin`, before the forward, and by `flush`; its own failures are raised where they
+    happen; either leaves the engine and the canary usable. In mode "off" nothing is done.
+
+    Args:
+        groups: the engine's attention groups and their pools.
+        limits: the engine's limits.
+        config: how to behave.
+        rows: where owners come from, for their names in reports; None if the engine has its own.
+        on_report: called with every report that is written out; what it raises is logged and goes no further.
+        observers: told of every step and report, beside those that the config asks for.
+        perturb: faults to inject; None: those that the environment asks for, which are none by default.
+        cached: walks the engine's prefix cache, for sweeps; None: there is nothing to sweep.
+        ranks: the ranks whose canaries compare digests, and raise together; None: this one is alone. With ranks, every
+            one of them has to make its manager, which waits for the others.
+
+    Raises:
+        ValueError: groups are missing, share a name, or lie on several devices.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(
+        self,
+        groups: Sequence[BufferGroup],
+        *,
+        limits: CanaryLimits,
+        config: CanaryConfig | None = None,
+        rows: OwnerNames | None = None,
+        on_report: Callable[[ViolationReport], None] | None = None,
+        observers: Sequence[Observer] = (),
+        perturb: PerturbConfig | None = None,
+        cached: Callable[[], Sequence[CachedSlots]] | None = None,
+        ranks: RankGroup | None = None,
+    ) -> None:
+        self.context = context = CanaryContext(groups, limits=limits, config=config or CanaryConfig())
+        # All that may refuse comes before the observers, which hold files and ports.
+        budget = Budget(self.config, self.device, max_rows=limits.max_rows)
+        if budget.chooses:
+            budget.cost = measure_cost(context)
+        perturb = PerturbConfig.from_env() if perturb is None else perturb
+        perturber = None if perturb is None else Perturber(perturb, self.groups)
+        self.accounts = Accounts(
+            self.groups,
+            config=self.config,
+            guard=self.guard,
+            rows=rows,
+            on_report=on_report,
+            observers=[*(() if self.is_off else observers_of(self.config)), *observers],
+        )
+        unverified = Unverified(context)
+        if self.config.digest_every and ranks is None:
+            logger.warning("kv-canary: digest_every is set, but there are no ranks to compare digests with")
+        try:
+            self.ranks = None if ranks is None else RankWatch(context, ranks, accounts=self.accounts)
+        except BaseException:
+            self.accounts.close()
+            raise
+        self._steps = Steps(
+            context,
+            accounts=self.accounts,
+            budget=budget,
+            unverified=unverified,
+            sweeper=Sweeper(context, unverified, cached=cached or (lambda: ())),
+            perturber=perturber,
+            ranks=self.ranks,
+        )
+        self._forwards: dict[str, SingleForwardManager] = {}
+        if self.device.type == "cuda":
+            # Forwards may run on another stream than the one that all of this was made on.
+            torch.cuda.current_stream(self.device).synchronize()
+
+    @property
+    def groups(self) -> tuple[BufferGroup, ...]:
+        """The engine's attention groups."""
+        return self.context.groups
+
+    @property
+    def pools(self) -> tuple[KvPool, ...]:
+        """Their pools, each once."""
+        return self.context.pools
+
+    @property
+    def limits(self) -> CanaryLimits:
+        """The engine's limits."""
+        return self.context.limits
+
+    @property
+    def config(self) -> CanaryConfig:
+        """How it behaves."""
+        return self.context.config
+
+    @property
+    def device(self) -> torch.device:
+        """The device that records, pools and forwards are on."""
+        return self.context.device
+
+    @property
+    def backend(self) -> str:
+        """The implementation of the ops that it launches: "reference", "triton" or "shadow"."""
+        return self.context.backend
+
+    @property
+    def guard(self) -> Guard:
+        """What contains the canary's own failures."""
+        return self.context.guard
+
+    @property
+    def state(self) -> CanaryDeviceState:
+        """What it keeps on the device."""
+        return self.context.state
+
+    @property
+    def budget(self) -> Budget:
+        """What chooses how much of a step is verified."""
+        return self._steps.budget
+
+    @property
+    def unverified(self) -> Unverified:
+        """The slots of which the records say nothing."""
+        return self._steps.unverified
+
+    @property
+    def oracle(self) -> TokenOracle:
+        """What says which input ids a forward should be given."""
+        return self.context.oracle
+
+    @property
+    def perturber(self) -> Perturber | None:
+        """What injects faults; None where nobody asked for any."""
+        return self._steps.perturber
+
+    @perturber.setter
+    def perturber(self, perturber: Perturber | None) -> None:
+        self._steps.perturber = perturber
+
+    @property
+    def step(self) -> int:
+        """Number of the current or last step; the first is 1."""
+        return self.context.step
+
+    @property
+    def skipped(self) -> int:
+        """Forwards that went by unwatched."""
+        return self._steps.skipped
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the configuration turns the canary off: nothing is verified, recorded or said."""
+        return self.config.mode == "off"
+
+    @property
+    def reports(self) -> deque[ViolationReport]:
+        """The latest reports, oldest first."""
+        return self.accounts.reports
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """The latest incidents, oldest first: violations by their likely cause."""
+        return self.accounts.incidents
+
+    @property
+    def rank_reports(self) -> deque[RankReport]:
+        """The latest differences between ranks, oldest first."""
+        return self.accounts.rank_reports
+
+    @property
+    def health(self) -> HealthCheck:
+        """When the last step was drained: for who asks, from any thread, whether the canary still runs."""
+        return next(o for o in self.accounts.observers if isinstance(o, HealthCheck))
+
+    def forward(
+        self, name: str = "target", *, groups: Sequence[str] | None = None, inner: bool = False
+    ) -> SingleForwardManager:
+        """Return the manager of the forward called `name`; the same one every time.
+
+        Args:
+            name: of the forward.
+            groups: names of the groups that it works on; None: all. Read when it is made.
+            inner: see `SingleForwardManager`. Read when it is made.
+        """
+        if name not in self._forwards:
+            known = {g.name: g for g in self.groups}
+            chosen = list(known) if groups is None else list(groups)
+            for group in chosen:
+                if group not in known:
+                    raise ValueError(must_be("forward", "groups", f"some of {', '.join(known)}", repr(group)))
+            self._forwards[name] = SingleForwardManager(
+                self.context, self._steps, name=name, groups=[known[g] for g in chosen], inner=inner
+            )
+        return self._forwards[name]
+
+    def warm_up(self, tables: Mapping[str, torch.Tensor], *, is_given: bool = False) -> None:
+        """Compile every kernel that the forwards made so far will launch, and say how long that took.
+
+        To be called on the stream of the forwards, between them, before the engine serves: what is not compiled then is
+        compiled while requests wait, for seconds. Nothing is done where there is nothing to compile.
+
+        Args:
+            tables: the engine's, by group name, of the width that they will have.
+            is_given: whether batches will say which rows and lengths the attention backend is given.
+        """
+        if self.is_off or not self.context.new_replays().rounds_up:
+            return
+        with self.guard.contain("compiling kernels"):
+            logger.info("kv-canary: compiling kernels; what a cache of Triton's holds already is taken from there")
+            began, sizes = time.monotonic(), 0
+            for forward in self._forwards.values():
+                its = {g.name: tables[g.name] for g in forward.groups}
+                sizes += forward.warm_up(tables=its, is_given=is_given)
+            self.state.warm_up(backend=self.backend)
+            nowhere = torch.zeros(_MOST_AT_ONCE + 1, dtype=torch.int64, device=self.device)
+            for pool in self.pools:
+                self.retire(pool, nowhere[:1])
+                for count in (1, _MOST_AT_ONCE // 4 + 1, _MOST_AT_ONCE // 2 + 1, _MOST_AT_ONCE + 1):
+                    self.move(pool, nowhere[:count], nowhere[:count], owner=0)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+            took = time.monotonic() - began
+            logger.info("kv-canary: kernels for %d sizes of forwards are compiled, in %.1f s", sizes, took)
+
+    def retire(self, pool: KvPool, slots: torch.Tensor, *, owner: int = 0) -> None:
+        """Mark int64 `slots` of `pool` as freed: their content can be reached no more.
+
+        To be called on the stream of the forwards, behind every forward that was prepared before the slots were freed.
+        """
+        if self.is_off or not self.config.track_lifetime or not len(slots):
+            return
+        with self.guard.contain("taking in what was freed") as part:
+            ops.retire(
+                slots=slots.to(self.device),
+                # The bits that a record holds; a larger number would be another kind of argument to the kernel.
+                owner=owner & OWNER_MASK,
+                step=self.state.step,
+                records=pool.buffers,
+                backend=self.backend,
+            )
+            self.unverified.freed(pool, slots.to(self.device))
+        if part.failed:
+            self.unverify(pool, slots)
+
+    def move(self, pool: KvPool, src: torch.Tensor, dst: torch.Tensor, *, owner: int) -> None:
+        """Carry the records of int64 `src` to `dst`, because the KV was copied so."""
+        if self.is_off or not len(src):
+            return
+        with self.guard.contain("taking in what was copied") as part:
+            src, dst = src.to(self.device), dst.to(self.device)
+            ops.move(
+                src=src,
+                dst=dst,
+                owner=owner & OWNER_MASK,
+                step=self.state.step,
+                records=pool.buffers,
+                backend=self.backend,
+            )
+            self.unverified.moved(pool, src, dst)
+        if part.failed:
+            self.unverify(pool, dst)
+
+    def adopt(
+        self, group: str, slots: torch.Tensor, tokens: Sequence[int], *, owner: int, start: int = 0, identity: int = 0
+    ) -> None:
+        """Record KV that is there already, as what it should be: nobody has seen it written, or its positions changed.
+
+        For a cache that was in use before the canary came, KV that came without records, and a context shift, which
+        gives cells other positions and rotates their K in place. What lies there now counts as right, and how much of
+        it was taken so is in the summary (`uncovered`). To be called on the stream of the forwards, between them.
+
+        Args:
+            group: the name of a group.
+            slots: int64 [n], the slots of positions [start, start + n) of a request; 0 where none is to be recorded.
+            tokens: [start + n] the request's own tokens from the first on; one more for a group whose slots hold the
+                token behind their own.
+            owner: the request's serial number.
+            start: the first position that is recorded.
+            identity: see `ForwardRequest`.
+
+        Raises:
+            ValueError: in raise mode, there is no such group, or tokens are not as many as slots.
+            TypeError: in raise mode, slots are not int64.
+        """
+        if self.is_off:
+            return
+        with self.guard.contain("adopting KV") as part:
+            if not len(slots):
+                return
+            known = {g.name: g for g in self.groups}
+            if group not in known:
+                raise ValueError(must_be("adopt", "group", f"one of {', '.join(known)}", repr(group)))
+            chosen = known[group]
+            if slots.dtype != torch.int64 or slots.dim() != 1:
+                got = f"{slots.dtype} {list(slots.shape)}"
+                raise TypeError(must_be("adopt", "slots", "of dtype torch.int64 and shape [n]", got))
+            if start < 0:
+                raise ValueError(must_be("adopt", "start", "at least 0", str(start)))
+            needed = start + len(slots) + chosen.token_offset
+            if len(tokens) != needed:
+                raise ValueError(must_be("adopt", "tokens", f"{needed}, start and slots together", str(len(tokens))))
+            slots = slots.to(self.device)
+            record_prefix(
+                self.context,
+                chosen,
+                slots=torch.cat([slots.new_zeros(start), slots]),
+                tokens=tokens[chosen.token_offset :],
+                owner=owner,
+                identity=identity,
+            )
+            self.unverified.written(chosen.pool, slots)
+            # Its text may be another one from here on.
+            self.state.forget_owner(owner)
+            self.accounts.uncovered += len(slots)
+        if part.failed and group in {g.name for g in self.groups}:
+            self.unverify(next(g.pool for g in self.groups if g.name == group), slots)
+
+    def unverify(self, pool: KvPool, slots: torch.Tensor) -> None:
+        """Take in that nobody can say what int64 `slots` of `pool` hold: a free, a copy or a write was not followed.
+
+        Their records are dropped. Who relies on such a slot next has it taken in anew, from its own tokens and the
+        bytes that lie there then; how many were is in the summary. To be called on the stream of the forwards.
+        """
+        if not self.is_off:
+            with self.guard.contain("marking slots as unverified"):
+                self.unverified.forget(pool, slots)
+
+    def clear(self) -> None:
+        """Forget every record, because the engine emptied its cache."""
+        if self.is_off:
+            return
+        with self.guard.contain("taking in an emptied cache") as part:
+            for pool in self.pools:
+                for records in pool.buffers:
+                    records.zero_()
+            self.unverified.clear()
+        if part.failed:
+            for pool in self.pools:
+                self.unverified.forget_all(pool)
+
+    def sweep(self) -> None:
+        """Verify everything that the prefix cache holds, also what no request uses now, and freed slots in quarantine.
+
+        Outside any graph; findings are reported with those of the next step.
+
+        Raises:
+            RuntimeError: in raise mode, a forward is under way: slots that it has written have no records yet.
+        """
+        if not self.is_off:
+            with self.guard.contain("a sweep"):
+                self._steps.expect_idle("sweep")
+                self._steps.sweep()
+
+    def scrub(self) -> None:
+        """Sweep in idle time: report what earlier steps and the sweep found now.
+
+        Raises:
+            CanaryViolationError: in raise mode, if there was anything to report.
+        """
+        self.sweep()
+        self.flush()
+
+    def one_step(self) -> AbstractContextManager[None]:
+        """Make the forwards inside the block one step: a draft model's and the target's, say.
+
+        Raises:
+            RuntimeError: in raise mode, a step is under way; or, at its end, a forward still is.
+        """
+        return self._steps.one_step()
+
+    def flush(self, *, all_ranks: bool = False) -> None:
+        """Wait for everything that was launched, and report it now; for the end of a run, not for the hot path.
+
+        Args:
+            all_ranks: every rank makes this call now, so that the last steps are compared too, and all can raise. Where
+                only one does, it is alone, waits for no other, and leaves what it would raise to the next step.
+
+        Raises:
+            CanaryViolationError: in raise mode, if there was anything to report.
+        """
+        if self.is_off:
+            return
+        with self.guard.contain("flush"):
+            self._steps.flush(all_ranks=all_ranks)
+
+    def summary(self) -> CanarySummary:
+        """Return what the canary has done, as of the last drained step."""
+        return self.accounts.summary(
+            steps=self.step,
+            counters=self._steps.counters,
+            stride=self.budget.stride,
+            skipped=self._steps.skipped,
+            unverified=self.unverified.taken_in + self.unverified.taken_back,
+        )
+
+    def close(self) -> None:
+        """Give back files, ports and the like that observers hold; the second call does nothing.
+
+        What was counted and reported can still be read. Call `flush` before: what a last step found is reported there.
+        """
+        self.accounts.close()
+        # Not left to the collector, which may destroy a graph while somebody captures another.
+        self.state.forget_graphs()
+        for forward in self._forwards.values():
+            forward.forget_graphs()
+        output.drain(_LAST_WORDS)

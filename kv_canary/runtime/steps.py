@@ -1,0 +1,287 @@
+"""The steps of a canary: what is done before, between and behind their forwards, and what becomes of what they find."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from kv_canary.output import logger
+from kv_canary.perturb import Perturber
+from kv_canary.ranks import RankWatch
+from kv_canary.reports import CanaryViolationError
+from kv_canary.runtime.accounts import Accounts
+from kv_canary.runtime.batch import ForwardBatch, WatchedForward, relied_on
+from kv_canary.runtime.budget import Budget
+from kv_canary.runtime.composition import BatchRequests, Int64s
+from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.drain import Drain, Findings
+from kv_canary.runtime.history import StepRecord
+from kv_canary.runtime.pools import KvPool
+from kv_canary.runtime.sweep import Sweeper
+from kv_canary.runtime.tails import Advance
+from kv_canary.runtime.unverified import Unverified
+
+# Steps from one look at whether any slot is still marked as unverified to the next.
+_TIDY_EVERY = 256
+# Kinds of forwards that go by unwatched that are told of, one line each.
+_MOST_TOLD = 64
+
+
+class Steps:
+    """The step under way, its forwards, and the drain of the steps before it.
+
+    Args:
+        context: of the canary.
+        accounts: takes in what is drained.
+        budget: chooses what of a step is verified.
+        unverified: the slots of which the records say nothing.
+        sweeper: verifies what no forward is about to read.
+        perturber: injects faults; None: there are none.
+        ranks: compares this rank with the others; None: it is alone.
+    """
+
+    def __init__(
+        self,
+        context: CanaryContext,
+        *,
+        accounts: Accounts,
+        budget: Budget,
+        unverified: Unverified,
+        sweeper: Sweeper,
+        perturber: Perturber | None,
+        ranks: RankWatch | None,
+    ) -> None:
+        self.context, self.budget, self.unverified = context, budget, unverified
+        self.perturber = perturber
+        self._accounts, self._sweeper, self._ranks = accounts, sweeper, ranks
+        self._drain = Drain(context.state)
+        self._open: StepRecord | None = None
+        self._explicit = False
+        # The forward between its begin and its end.
+        self._running: WatchedForward | None = None
+        # Forwards that went by unwatched.
+        self.skipped = 0
+        self._skips_told: set[str] = set()
+
+    @property
+    def counters(self) -> list[list[int]]:
+        """[launches, entries] by tag, as of the last drained step."""
+        return self._drain.counters
+
+    @contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Make the forwards inside the block one step; see `CanaryManager.one_step`."""
+        guard, began = self.context.guard, False
+        with guard.contain("the beginning of a step"):
+            if self._open is not None:
+                raise RuntimeError("kv-canary: a step must begin when none is under way, got it inside another")
+            if not self.context.is_off:
+                self._begin_step()
+                self._explicit = began = True
+        complete = False
+        try:
+            yield
+            complete = True
+        finally:
+            if began:
+                with guard.contain("the end of a step"):
+                    self._end_explicit(complete=complete)
+
+    def expect_idle(self, call: str) -> None:
+        """Raise RuntimeError, naming `call`, if a forward is between its begin and its end."""
+        if self._running is not None:
+            raise RuntimeError(
+                f"kv-canary: {call} must come when no forward is under way, got it inside forward {self._running.name}"
+            )
+
+    def begin_forward(
+        self, forward: WatchedForward, requests: BatchRequests, *, may_wait: bool
+    ) -> tuple[Int64s, Advance | None]:
+        """Report what earlier steps found, and bring tails up.
+
+        Return the strides, and with `may_wait` the launch that the forward has to make before HEAD. Who calls takes
+        what is raised to `abort_forward`.
+        """
+        state, unverified = self.context.state, self.unverified
+        unverified.settle_debts()
+        step = self._open
+        if step is None:
+            step = self._begin_step()
+        self._running = forward
+        for group, status, earlier in forward.statuses:
+            # The forward has run in this step before, with the same word.
+            if status in step.statuses:
+                state.keep_status(status, earlier, fresh=earlier not in step.statuses)
+                step.statuses[earlier] = group
+        fresh, offsets = requests, {g.token_offset for g in forward.groups} if forward.inner else set()
+        if forward.inner:
+            # The others go on where an inner forward of this step has brought them.
+            fresh = BatchRequests.of(
+                [r for r in requests if {step.inner.pop((o, r.row), None) for o in offsets} != {r.prefix_len}]
+            )
+        # What is taken in anew is taken in behind it, and before HEAD.
+        may_wait = may_wait and not any(unverified.has_gaps(g.pool) for g in forward.groups)
+        try:
+            advance = state.advance(fresh, backend=self.context.backend, may_wait=may_wait)
+        except BaseException:
+            # How far the rows have come is not known; from here on they are brought up from their first token.
+            state.forget(fresh.rows)
+            raise
+        if forward.inner:
+            state.branch(fresh.rows, offsets)
+        step.forwards.append(requests)
+        step.relied_on += sum(relied_on(requests, g) for g in forward.groups)
+        return self.budget.strides(forward.name, requests, step=step.number), advance
+
+    def take_in_gaps(self, forward: WatchedForward, batch: ForwardBatch) -> None:
+        """Record anew what a forward is about to read and nobody has recorded."""
+        for group in forward.groups:
+            self.unverified.take_in(group, batch.tables[group.name], batch.requests)
+
+    def perturb(self, batch: ForwardBatch) -> None:
+        """Inject what is to be injected before a forward, once nothing can refuse it."""
+        if self.perturber is not None:
+            checks_inputs = batch.expected_input_ids is not None or self.context.config.check_inputs
+            self.perturber.before(
+                batch, step=self.context.step, checks_inputs=checks_inputs, cached=self._sweeper.cached
+            )
+
+    def end_forward(self, forward: WatchedForward, batch: ForwardBatch | None) -> None:
+        """Take in what a forward launched. Who calls takes what is raised to `abort_forward`."""
+        step, self._running = self._open, None
+        if step is None:
+            raise RuntimeError("kv-canary: a step must be under way, got none")
+        if batch is not None:
+            if self.perturber is not None:
+                self.perturber.after(batch, step=self.context.step)
+            if self._ranks is not None:
+                self._ranks.see(forward, batch)
+            step.tables.update(batch.tables)
+            self._accounts.see_forward(forward, batch)
+            if forward.inner:
+                offsets = {g.token_offset for g in forward.groups}
+                step.inner.update({(o, r.row): r.prefix_len + r.extend_len for o in offsets for r in batch.requests})
+        step.statuses.update({status: group for group, status, _ in forward.statuses})
+        step.launches.update(forward.launches)
+        if not self._explicit:
+            self._end_step()
+
+    def skip_forward(self, forward: WatchedForward, out_slots: Mapping[str, torch.Tensor]) -> None:
+        """Take in that a forward goes by unwatched, and mark what it writes; never raises."""
+        self.skipped += 1
+        self.context.guard.touched = True
+        groups = {g.name: g for g in forward.groups}
+        for group in groups.values():
+            slots = out_slots.get(group.name)
+            if slots is None:
+                # Nobody can say where it writes.
+                self.unverified.forget_all(group.pool)
+            else:
+                self.unverified.forget(group.pool, slots)
+        self.abort_forward(forward)
+
+    def say_skipped(self, forward: str, why: str) -> None:
+        """Say that a forward goes by unwatched, once for each reason."""
+        if why not in self._skips_told and len(self._skips_told) < _MOST_TOLD:
+            self._skips_told.add(why)
+            logger.warning(
+                "kv-canary: forward %s goes by unwatched, and what it writes counts as unverified: %s. Others of this "
+                "kind are counted, see summary().skipped",
+                forward,
+                why,
+            )
+
+    def abort_forward(self, forward: WatchedForward) -> None:
+        """Take in that a forward was given up."""
+        self._running = None
+        self.budget.forget(forward.name)
+        with self.context.guard.contain("giving up a forward"):
+            if self.perturber is not None:
+                self.perturber.restore()
+        if self._open is not None:
+            self._open.broken = True
+            if not self._explicit:
+                with self.context.guard.contain("the end of a step"):
+                    self._end_step()
+
+    def doubt(self, pool: KvPool, slots: torch.Tensor) -> None:
+        """Take in that int64 `slots` may have been written to without a record."""
+        if self.context.config.quarantine:
+            self.unverified.doubt(pool, slots)
+
+    def begin_launches(self, forward: WatchedForward) -> None:
+        """Take in that a forward makes launches which belong to no step, until `end_launches`."""
+        self._running = forward
+
+    def end_launches(self) -> None:
+        """Take in that launches which belong to no step are over."""
+        self._running = None
+        self._accounts.launches_unknown()
+
+    def sweep(self) -> None:
+        """Verify what the prefix cache holds, and freed slots in quarantine."""
+        self.unverified.settle_debts()
+        self._sweeper.sweep()
+        self._sweeper.quarantine()
+
+    def flush(self, *, all_ranks: bool) -> None:
+        """Wait for everything that was launched, and report it now; see `CanaryManager.flush`."""
+        self._take(self._drain.poll(wait=True))
+        self.unverified.tidy()
+        if self._ranks is not None:
+            self._ranks.flush(all_ranks=all_ranks)
+
+    def _begin_step(self) -> StepRecord:
+        state = self.context.state
+        tidies = state.number % _TIDY_EVERY == 0 and self.unverified.any_marked
+        self._take(self._drain.poll(wait=tidies))
+        if tidies:
+            self.unverified.tidy()
+        if self._ranks is not None:
+            self._ranks.begin(state.number + 1)
+        state.number += 1
+        self._open = self._accounts.begin_step(state.number, stride=self.budget.stride)
+        return self._open
+
+    def _end_step(self) -> None:
+        step, self._open = self._open, None
+        if step is None:
+            return
+        self.budget.observe(relied_on=step.relied_on, now=time.monotonic())
+        every = self.context.config.sweep_every
+        try:
+            if self._ranks is not None:
+                self._ranks.end_step(step)
+            if every and step.number % every == 0:
+                with self.context.guard.contain("a sweep"):
+                    self.sweep()
+        finally:
+            self._drain.push(step.number, step.statuses, launches=None if step.broken else dict(step.launches))
+
+    def _end_explicit(self, *, complete: bool) -> None:
+        """End the step that `one_step` began; a forward that is still under way is given up, and told of."""
+        self._explicit = False
+        left, self._running = self._running, None
+        if left is not None:
+            left.abort()
+        self._end_step()
+        if left is not None and complete:
+            expected = "the end of a step must come when no forward is under way"
+            raise RuntimeError(f"kv-canary: {expected}, got it inside forward {left.name}")
+
+    def _take(self, findings: Findings) -> None:
+        """Count and report what was drained; with ranks, none of them raises alone: the others would wait for it."""
+        try:
+            findings = self.unverified.take_back(findings, self.context.groups)
+        except Exception as error:
+            # What was found is told all the same.
+            self.context.guard.failed("looking for gaps among what was found", error)
+        try:
+            self._accounts.take(findings)
+        except CanaryViolationError as error:
+            if self._ranks is None:
+                raise
+            self._ranks.note(error)

@@ -1,0 +1,166 @@
+"""The chain of each row's prefix: how far it has come, what brings it on, and where it lies on the device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kv_canary.constants import ANCHOR, MASK64, to_signed
+from kv_canary.hashing import mix
+from kv_canary.runtime.composition import BatchRequests, Int64s
+
+
+class Progress:
+    """How far each row has come: its request's owner, the identity that its chain starts from, and its tokens in."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._owners, self._identities, self._lengths = (np.zeros(max_rows, np.int64) for _ in range(3))
+        self._row_of: dict[int, int] = {}
+        # The number of a composition all of whose requests have their rows; 0: it is not known of any.
+        self._whole = 0
+
+    def behind(self, requests: BatchRequests) -> tuple[Int64s, Int64s]:
+        """Return which requests' rows are not at their prefixes, and the lengths to go on from."""
+        rows, prefix, composition = requests.rows, requests.prefix, requests.composition
+        lengths = self._lengths[rows]
+        if composition.number != self._whole:
+            goes_on = self._owners[rows] == requests.owners
+            goes_on &= self._identities[rows] == composition.identities
+            if not goes_on.all():
+                which = np.flatnonzero(~goes_on | (lengths != prefix))
+                return which, np.where(goes_on & (lengths <= prefix), lengths, 0)[which]
+            self._whole = composition.number
+        which = np.flatnonzero(lengths != prefix)
+        starts = lengths[which]
+        starts[starts > prefix[which]] = 0
+        return which, starts
+
+    def one_behind(self, requests: BatchRequests) -> Int64s | None:
+        """Return the lengths of the requests' rows where each is one token behind its prefix; None: that is not known.
+
+        Known of the requests that `behind` was asked of last.
+        """
+        if requests.composition.number != self._whole:
+            return None
+        lengths = self._lengths[requests.rows]
+        return lengths if np.array_equal(lengths + 1, requests.prefix) else None
+
+    def forget(self, rows: Int64s) -> None:
+        """Let `rows` start anew."""
+        self._whole = 0
+        for values in (self._owners, self._identities, self._lengths):
+            values[rows] = 0
+
+    def rows_of(self, owner: int) -> Int64s:
+        """Return the row of a request, if it has one."""
+        return np.array([self._row_of[owner]] if owner in self._row_of else [], np.int64)
+
+    def lengths(self, rows: Int64s) -> Int64s:
+        """Return how many tokens of each of `rows` are in."""
+        return self._lengths[rows]
+
+    def went_on(self, requests: BatchRequests) -> None:
+        """Note that the rows of the requests, of which `one_behind` knew, are at their prefixes."""
+        self._lengths[requests.rows] = requests.prefix
+
+    def advanced(self, requests: BatchRequests, which: Int64s) -> None:
+        """Note that the rows of these requests are at their prefixes."""
+        rows, owners = requests.rows[which], requests.owners[which]
+        if requests.composition.number == self._whole:
+            self._lengths[rows] = requests.prefix[which]
+            return
+        self._whole = 0
+        for row, owner in zip(*self._changed_hands(rows, owners), strict=True):
+            self._row_of.pop(int(self._owners[row]), None)
+            # A request that has moved leaves nothing behind that it could go on from when it comes back.
+            self.forget(np.array([self._row_of.get(owner, 0)]))
+            self._row_of[owner] = row
+        self._owners[rows] = owners
+        self._identities[rows] = requests.composition.identities[which]
+        self._lengths[rows] = requests.prefix[which]
+
+    def _changed_hands(self, rows: Int64s, owners: Int64s) -> tuple[list[int], list[int]]:
+        changed = self._owners[rows] != owners
+        return rows[changed].tolist(), owners[changed].tolist()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Advance:
+    """What brings rows up to their prefixes: a launch of `chain_tails` that has not been made yet.
+
+    Args:
+        flat, offsets, rows, starts: its lists, on the host.
+        where: its tensors.
+    """
+
+    flat: Int64s
+    offsets: Int64s
+    rows: Int64s
+    starts: Int64s
+    where: Mapping[str, torch.Tensor]
+
+
+class Tails:
+    """The chain of each row's prefix, computed from the requests' own tokens.
+
+    Args:
+        max_rows: rows, row 0 (padding) included.
+        offset: how many tokens later than its position the token of a slot stands.
+        device: where the chains live.
+    """
+
+    def __init__(self, *, max_rows: int, offset: int, device: torch.device) -> None:
+        self.offset = offset
+        self.chains = torch.full((max_rows,), ANCHOR, dtype=torch.int64, device=device)
+        # What forwards inside a step advance, over tokens that may yet be rejected.
+        self.scratch = self.chains.clone()
+        self.progress = Progress(max_rows)
+
+
+def anchor_of(identity: int) -> int:
+    """Return the chain that the first token of a request with this identity word follows; 0 is none."""
+    return to_signed(ANCHOR ^ mix(identity & MASK64)) if identity else ANCHOR
+
+
+@functools.lru_cache(maxsize=256)
+def ones(count: int) -> Int64s:
+    """Return the offsets of segments of one token each."""
+    offsets = np.arange(count + 1)
+    offsets.setflags(write=False)
+    return offsets
+
+
+def segments_of(
+    requests: BatchRequests, which: Int64s, starts: Int64s, *, offset: int = 0, more: int = 0
+) -> tuple[Int64s, ...]:
+    """Return flat tokens, offsets, rows and starts of what is missing up to each prefix, and `more` tokens of it."""
+    rows, firsts, lasts = requests.rows[which], starts + offset, requests.prefix[which] + offset + more
+    counts = lasts - firsts
+    if len(which) == len(requests) and (counts == 1).all():
+        # As most steps are: the list is the same, and all have grown by one token.
+        newest = requests.newest(which, lasts)
+        if newest is not None:
+            return newest, ones(len(which)), rows, starts
+    offsets = np.zeros(len(which) + 1, np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    flat = np.empty(offsets[-1], np.int64)
+    # In most steps all requests have grown by one token, which the engine can give of all of them in one pass.
+    single = counts == 1
+    newest = requests.newest(which[single], lasts[single]) if single.any() else None
+    if newest is not None:
+        flat[offsets[:-1][single]] = newest
+    rest = np.flatnonzero(counts != 1 if newest is not None else counts >= 0)
+    for n, i in zip(rest.tolist(), which[rest].tolist(), strict=True):
+        first, last = int(firsts[n]), int(lasts[n])
+        tokens = requests.tokens(i, first, last)
+        if len(tokens) != last - first:
+            raise ValueError(
+                f"kv-canary: request {requests[i].request_id}: tokens({first}, {last}) must be "
+                f"{last - first} tokens, got {len(tokens)}"
+            )
+        flat[offsets[n] : offsets[n + 1]] = tokens
+    return flat, offsets, rows, starts
