@@ -28,7 +28,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # The runtime: what runs in an engine's process. An adapter that takes an environment of its own is not among it.
 RUNTIME = (
     "kv_canary",
-    *(f"kv_canary/{part}" for part in ("cases", "engines", "observers", "perturb", "ranks", "reports", "specs")),
+    *(
+        f"kv_canary/{part}"
+        for part in ("cases", "engines", "observers", "perturb", "ranks", "reports", "runtime", "specs")
+    ),
 )
 _COMMANDS = ("kv_canary/cli.py", "kv_canary/__main__.py")
 

@@ -48,7 +48,14 @@ class StepFacts:
 
 
 class Observer:
-    """Does nothing; subclasses do. What they raise is logged, and the canary goes on."""
+    """Does nothing; subclasses do. What they raise is logged, and the canary goes on.
+
+    Attributes:
+        wants_quiet_steps: whether `on_step` is called for steps in which no launch is missing and no plan was
+            incomplete. Where no observer wants that, they cost less.
+    """
+
+    wants_quiet_steps = True
 
     def on_forward(self, forward: WatchedForward, batch: ForwardBatch) -> None:
         """Called behind every forward, on its stream and outside any graph; must not wait for the device."""

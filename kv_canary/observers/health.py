@@ -21,6 +21,8 @@ class HealthCheck(Observer):
         clock: seconds that only grow.
     """
 
+    wants_quiet_steps = False
+
     def __init__(self, *, limit: RateLimit | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit or RateLimit()
         self._clock = clock
@@ -36,8 +38,12 @@ class HealthCheck(Observer):
         seen = self._seen
         return None if seen is None else self._clock() - seen[1]
 
+    def drained(self, step: int) -> None:
+        """Take in that a step has been drained."""
+        self._seen = step, self._clock()
+
     def on_step(self, facts: StepFacts) -> None:
-        self._seen = facts.step, self._clock()
+        self.drained(facts.step)
         if not facts.missing:
             return
         missing = ", ".join(f"{count} of {tag}" for tag, count in sorted(facts.missing.items()))

@@ -22,6 +22,8 @@ class OverflowWarner(Observer):
         limit: of the log's lines.
     """
 
+    wants_quiet_steps = False
+
     def __init__(self, *, limit: RateLimit | None = None) -> None:
         self._limit = limit or RateLimit()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import Reason, Status, Tag
-from kv_canary.observers import Observer, StepFacts
+from kv_canary.observers import HealthCheck, Observer, StepFacts
 from kv_canary.output import OUTPUT, logger
 from kv_canary.ranks import RankReport
 from kv_canary.redact import Redactor
@@ -22,6 +22,9 @@ from kv_canary.runtime.history import StepHistory, StepRecord
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.rows import OwnerNames
 from kv_canary.runtime.summary import RECENT_STEPS, CanaryStatus, CanarySummary
+
+# The entries that HEAD has verified, among the counters.
+_HEAD_FULL, _HEAD_SWA = 2 * Tag.HEAD_FULL + 1, 2 * Tag.HEAD_SWA + 1
 
 
 class Accounts:
@@ -49,6 +52,8 @@ class Accounts:
         self.reports: deque[ViolationReport] = deque(maxlen=1024)
         self.rank_reports: deque[RankReport] = deque(maxlen=1024)
         self.observers = list(observers)
+        # They want to know of every step, and of most no more than its number.
+        self._checks = [o for o in observers if isinstance(o, HealthCheck)]
         self._config, self._guard, self._rows, self._on_report = config, guard, rows, on_report
         self._steps = StepHistory()
         # As reports call them: several groups where a tag is theirs alike.
@@ -61,8 +66,8 @@ class Accounts:
         )
         self._desk = IncidentReporter(self._decoder, config=config, steps=self._steps, summary=self._summary_now)
         # Counters as of the last drained step; None where the launches since then are not known.
-        self._before: list[list[int]] | None = [[0, 0] for _ in Tag]
-        self._counters: list[list[int]] = [[0, 0] for _ in Tag]
+        self._before: Sequence[int] | None = [0] * (2 * len(Tag))
+        self._counters: Sequence[int] = [0] * (2 * len(Tag))
         self._relied_on = self._verified = self._violations = self._discarded = 0
         self._reasons: Counter[str] = Counter()
         # From 0 on, so that who watches sees the first of each.
@@ -89,7 +94,13 @@ class Accounts:
     def see_forward(self, forward: WatchedForward, batch: ForwardBatch) -> None:
         """Show a forward that is over to the observers."""
         for observer in self.observers:
-            self._call(observer.on_forward, forward, batch)
+            if type(observer).on_forward is not Observer.on_forward:
+                self._call(observer.on_forward, forward, batch)
+
+    @property
+    def shows_forwards(self) -> bool:
+        """Whether any observer looks at forwards."""
+        return any(type(o).on_forward is not Observer.on_forward for o in self.observers)
 
     def launches_unknown(self) -> None:
         """Take in that launches were made that no step accounts for."""
@@ -128,7 +139,10 @@ class Accounts:
         """
         if not findings.total and not findings.rows:
             # As nearly always.
-            self._tell_steps([self._take_step(step) for step in findings.steps])
+            for words in findings.steps:
+                step = self._take_step(words)
+                if step is not None:
+                    self._tell_step(step)
             return
         seen = dict.fromkeys((row.step, row.row) for row in findings.rows)
         verdicts = {key: self._was_discarded(*key) for key in seen}
@@ -158,7 +172,9 @@ class Accounts:
             incidents = self._desk.take(rows, reports=reports, total=total)
             for report in reports:
                 self._tell(report)
-        self._tell_steps(facts)
+        for step in facts:
+            if step is not None:
+                self._tell_step(step)
         if total and self._config.mode == "raise":
             raise CanaryViolationError(reports, total, incidents)
 
@@ -166,7 +182,7 @@ class Accounts:
         self,
         *,
         steps: int,
-        counters: Sequence[Sequence[int]],
+        counters: Sequence[int],
         stride: int,
         skipped: int = 0,
         unverified: int = 0,
@@ -175,7 +191,7 @@ class Accounts:
 
         Args:
             steps: how many were begun.
-            counters: [launches, entries] by tag.
+            counters: launches, then entries, of each tag.
             stride: how many steps a cached position waits for its turn at most.
             skipped, unverified: see `CanarySummary`.
         """
@@ -191,7 +207,7 @@ class Accounts:
             discarded=self._discarded,
             uncovered=self.uncovered,
             reasons=dict(self._reasons),
-            launches={tag.name: counters[tag][0] for tag in Tag if counters[tag][0]},
+            launches={tag.name: counters[2 * tag] for tag in Tag if counters[2 * tag]},
             stride=stride,
             incomplete=dict(incomplete),
             skipped=skipped,
@@ -214,27 +230,33 @@ class Accounts:
             return CanaryStatus.STALE
         return CanaryStatus.DEGRADED if recent or self._apart else CanaryStatus.HEALTHY
 
-    def _take_step(self, words: StepWords) -> StepFacts:
-        self._counters = words.counters
+    def _take_step(self, words: StepWords) -> StepFacts | None:
+        """Count a step; return what observers are told of it, or None where nobody wants to know."""
+        counters = self._counters = words.counters
         for _, bits in words.statuses:
             self._statuses[Status(bits)] += 1
             self._last_trouble = words.step
         record = self._steps.find(words.step)
         relied_on = 0 if record is None else record.relied_on
-        before, self._before = self._before, words.counters if words.launches is not None else None
+        before, self._before = self._before, None if words.launches is None else counters
         missing: dict[str, int] = {}
         if before is not None and words.launches is not None:
-            missing = self._missing = _missing(words, before, words.launches)
-        total = words.counters[Tag.HEAD_FULL][1] + words.counters[Tag.HEAD_SWA][1]
+            missing = self._missing = _missing(counters, before, words.launches)
+        total = counters[_HEAD_FULL] + counters[_HEAD_SWA]
         verified, self._verified = total - self._verified, total
         self._relied_on += relied_on
+        is_quiet = not (words.statuses or missing)
+        if is_quiet and not any(map(_wants_quiet_steps, self.observers)):
+            for check in self._checks:
+                check.drained(words.step)
+            return None
         return StepFacts(
             step=words.step,
             status=self._status(),
             requests=0 if record is None else record.num_requests,
             relied_on=relied_on,
             verified=verified,
-            counters=tuple(tuple(pair) for pair in words.counters),
+            counters=tuple(zip(counters[::2], counters[1::2], strict=True)),
             statuses=tuple(words.statuses),
             missing=dict(missing),
             violations=self._violations,
@@ -243,10 +265,9 @@ class Accounts:
             stride=1 if record is None else record.stride,
         )
 
-    def _tell_steps(self, facts: Sequence[StepFacts]) -> None:
-        for step in facts:
-            for observer in self.observers:
-                self._call(observer.on_step, step)
+    def _tell_step(self, step: StepFacts) -> None:
+        for observer in self.observers:
+            self._call(observer.on_step, step)
 
     def _tell(self, report: ViolationReport) -> None:
         if self._on_report is not None:
@@ -285,11 +306,15 @@ class Accounts:
         return None if request is None else request.request_id
 
 
-def _missing(words: StepWords, before: Sequence[Sequence[int]], wanted: Mapping[int, int]) -> dict[str, int]:
+def _wants_quiet_steps(observer: Observer) -> bool:
+    return observer.wants_quiet_steps
+
+
+def _missing(counters: Sequence[int], before: Sequence[int], wanted: Mapping[int, int]) -> dict[str, int]:
     """Return how many of the launches that a step was to make are missing, by the name of the tag."""
     missing = {}
     for tag, count in wanted.items():
-        made = words.counters[tag][0] - before[tag][0]
+        made = counters[2 * tag] - before[2 * tag]
         if made < count:
             missing[Tag(tag).name] = count - made
     return missing

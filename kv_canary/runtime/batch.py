@@ -31,7 +31,7 @@ class ForwardBatch:
         check_positions: whether positions must continue the prefix; not so in a warm-up.
         rows, lengths: [requests] on the device, the row and the length (new tokens included) of each request as the
             attention backend is given them, for BATCH; None: not checked.
-        is_given_at_tail: whether `tail` is told where the model has read all of these; they are not copied before.
+        is_given_at_tail: whether `tail` may be told where the model has read all of these; they are not copied before.
     """
 
     requests: Sequence[ForwardRequest]
@@ -140,6 +140,10 @@ class WatchedForward(Protocol):
     @property
     def statuses(self) -> Sequence[tuple[str, int, int]]:
         """Of each group: its name, and the numbers of its status words: of the last plan, and of earlier ones."""
+
+    @property
+    def groups_of_statuses(self) -> Mapping[int, str]:
+        """The names of the groups, by the numbers of the status words of their last plans."""
 
     @property
     def launches(self) -> Mapping[int, int]:

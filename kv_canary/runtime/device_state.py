@@ -184,15 +184,27 @@ class CanaryDeviceState:
     def _one_token_each(self, requests: BatchRequests) -> Advance | None:
         """Return what brings up the rows of requests that have all grown by one token, as in most steps; else None."""
         newest = requests.newest_of_all
-        if newest is None or not self._together or not 0 < len(newest) <= MOST_REPLAYED:
+        if newest is None or not 0 < len(newest) <= MOST_REPLAYED:
             return None
-        progress = self._tokens
-        starts = progress.one_behind(requests) if requests.composition.number == self._all_anchored else None
+        starts = self.one_behind(requests)
         if starts is None:
             return None
         where = self._where(requests.prefix)
-        progress.went_on(requests)
+        self.went_on(requests)
         return Advance(flat=newest, offsets=ones(len(newest)), rows=requests.rows, starts=starts, where=where)
+
+    def one_behind(self, requests: BatchRequests) -> Int64s | None:
+        """Return how far the requests' rows have come, where each is one token behind; None: that is not known.
+
+        Not known either where one launch does not bring up all that there is.
+        """
+        if not self._together or requests.composition.number != self._all_anchored:
+            return None
+        return self._tokens.one_behind(requests)
+
+    def went_on(self, requests: BatchRequests) -> None:
+        """Take in that a launch brings up the rows of the requests, of which `one_behind` knew."""
+        self._tokens.went_on(requests)
 
     def _token_pool_for(self, prefix: Int64s) -> torch.Tensor:
         """Return the token table, with room for such prefixes where it may still grow."""

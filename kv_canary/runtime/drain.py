@@ -8,26 +8,25 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kv_canary.constants import Tag
 from kv_canary.runtime.device_state import FIRST_STATUS, NUM_COUNTERS, VIOLATION_COUNT, CanaryDeviceState
 from kv_canary.specs.violation_row import ViolationRow
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class StepWords:
     """What one step left on the device.
 
     Args:
         step: its number.
-        counters: [launches, entries] by tag, since the beginning.
+        counters: launches, then entries, of each tag, since the beginning.
         statuses: of each group, the status words of its plans or-ed together, where that is not 0.
         launches: how many launches the step was to make, by tag; None where that is not known.
     """
 
     step: int
-    counters: list[list[int]]
+    counters: list[int]
     statuses: list[tuple[str, int]]
-    launches: dict[int, int] | None
+    launches: Mapping[int, int] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +38,12 @@ class Findings:
     steps: list[StepWords] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class _Pending:
     step: int
     sheet: _Sheet
-    statuses: dict[int, str]
-    launches: dict[int, int] | None
+    statuses: Mapping[int, str]
+    launches: Mapping[int, int] | None
 
 
 class Drain:
@@ -64,21 +63,21 @@ class Drain:
         self._state = state
         self._spare: list[_Sheet] = []
         self._pending: deque[_Pending] = deque()
-        self.counters: list[list[int]] = [[0, 0] for _ in Tag]
+        self.counters = [0] * NUM_COUNTERS
 
-    def push(self, step: int, statuses: Mapping[int, str], *, launches: dict[int, int] | None) -> None:
+    def push(self, step: int, statuses: Mapping[int, str], *, launches: Mapping[int, int] | None) -> None:
         """Copy the step's words to the host, behind everything the step has launched.
 
         Args:
             step: its number.
-            statuses: numbers of its status words, with the names of their groups.
-            launches: see `StepWords`.
+            statuses: numbers of its status words, with the names of their groups; they stay as they are.
+            launches: see `StepWords`; likewise.
         """
         sheet = self._spare.pop() if self._spare else _Sheet(self._state.words)
         sheet.words.copy_(self._state.words, non_blocking=True)
         if sheet.arrived is not None:
             sheet.arrived.record()
-        self._pending.append(_Pending(step=step, sheet=sheet, statuses=dict(statuses), launches=launches))
+        self._pending.append(_Pending(step=step, sheet=sheet, statuses=statuses, launches=launches))
 
     def poll(self, *, wait: bool = False) -> Findings:
         """Return what the steps found whose copies have arrived; with `wait`, of all steps."""
@@ -93,22 +92,23 @@ class Drain:
                     break
             self._pending.popleft()
             self._spare.append(first.sheet)
-            values = first.sheet.values
-            found |= bool(values[VIOLATION_COUNT] > 0)
-            self._set_counters(values[:NUM_COUNTERS].tolist())
-            bits: dict[str, int] = {}
-            for number, group in first.statuses.items():
-                bits[group] = bits.get(group, 0) | int(first.sheet.statuses[number])
-            statuses = [(group, found_bits) for group, found_bits in bits.items() if found_bits]
-            steps.append(StepWords(step=first.step, counters=self.counters, statuses=statuses, launches=first.launches))
+            words = first.sheet.values[: VIOLATION_COUNT + 1].tolist()
+            found |= words.pop() > 0
+            self.counters = words
+            statuses = self._statuses(first) if first.sheet.statuses.any() else []
+            steps.append(StepWords(step=first.step, counters=words, statuses=statuses, launches=first.launches))
         if wait:
             # Also what a forward found that was given up before it could push.
-            self._set_counters(self._state.counters.view(-1).tolist())
+            self.counters = self._state.counters.view(-1).tolist()
             found |= int(self._state.violations.count) > 0
         return self._fetch(steps) if found else Findings(steps=steps)
 
-    def _set_counters(self, flat: list[int]) -> None:
-        self.counters = [flat[2 * i : 2 * i + 2] for i in range(len(Tag))]
+    def _statuses(self, pending: _Pending) -> list[tuple[str, int]]:
+        """Return the groups whose status words are not 0, with their bits."""
+        bits: dict[str, int] = {}
+        for number, group in pending.statuses.items():
+            bits[group] = bits.get(group, 0) | int(pending.sheet.statuses[number])
+        return [(group, found) for group, found in bits.items() if found]
 
     def _fetch(self, steps: list[StepWords]) -> Findings:
         """Read the rows and empty the ring; this waits for the device, which is fine once corruption was found."""

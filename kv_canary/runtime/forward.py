@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -20,6 +20,7 @@ from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.device_state import MOST_REPLAYED
 from kv_canary.runtime.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, Shape
 from kv_canary.runtime.pools import BufferGroup
+from kv_canary.runtime.repetition import Repetition
 from kv_canary.runtime.replays import layout_of, round_up, rounded
 from kv_canary.runtime.steps import Steps
 from kv_canary.runtime.tails import Advance
@@ -91,6 +92,7 @@ class SingleForwardManager:
         self._captured: CapturedForward | None = None
         self._batch: ForwardBatch | None = None
         self.groups = tuple(groups)
+        self._parts = {part: f"forward {name}: {part}" for part in ("begin", "HEAD", "TAIL", "end")}
         self._inputs = ForwardInputs(context.limits, context.device)
         self._launches = [
             GroupLaunches(
@@ -115,6 +117,13 @@ class SingleForwardManager:
         self._advance: Advance | None = None
         # Whether what the model is given is taken at TAIL.
         self._is_late = False
+        # What the next forward may repeat; whether this one does; and where it writes, asked where that matters.
+        self._repetition: Repetition | None = None
+        self._is_repeated = False
+        self._written: Callable[[], Mapping[str, torch.Tensor]] = dict
+        # The number of the composition of the last forward, and what brought its rows up.
+        self._composed = 0
+        self._advanced: Advance | None = None
         self._replays = context.new_replays()
         # Captures that failed: their graphs have no HEAD and TAIL, or not both.
         self._unusable: weakref.WeakSet[CapturedForward] = weakref.WeakSet()
@@ -286,10 +295,44 @@ class SingleForwardManager:
         if self.context.is_off:
             self._phase = Phase.SKIPPED
             return
-        with self.context.guard.contain(f"forward {self.name}: begin") as part:
+        with self.context.guard.contain(self._parts["begin"]) as part:
             self._begin(batch, captured)
         if part.failed:
             self._skip(batch.out_slots, captured)
+
+    def repeat(self, requests: BatchRequests, *, out_slots: Callable[[], Mapping[str, torch.Tensor]]) -> bool:
+        """Begin a forward that is like the last one but for its lengths, instead of `begin`, where that is one.
+
+        Return False where it is not known to be, or more than that is to be done: nothing has been done then, and
+        `begin` is to be called. The last batch was given at TAIL, by tensors that stay; the requests of this one are
+        the same `Composition`, each grown by one token, with the same `extend` and with `newest`.
+
+        Args:
+            requests: of the forward.
+            out_slots: returns the slots that it writes, by group name; asked where it is given up.
+
+        Raises:
+            CanaryViolationError: in raise mode, for what the step before found.
+        """
+        repetition = self._repetition
+        if repetition is None or self._phase is not Phase.IDLE:
+            return False
+        with self.context.guard.contain(self._parts["begin"]) as part:
+            if not repetition.begin(requests):
+                self._repetition = None
+                return False
+            self._is_repeated, self._is_late, self._written, self._captured = True, True, out_slots, None
+            self._batch, self._advance = repetition.batch, repetition.advance
+            self._phase = Phase.BEGUN
+        if part.failed:
+            self._is_repeated, self._written = True, out_slots
+            self._skip_rest()
+        return True
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the forward that is under way was begun by `repeat`."""
+        return self._is_repeated
 
     def skip(self, out_slots: Mapping[str, torch.Tensor], *, why: str) -> None:
         """Take in that a forward is about to run that nobody can describe, instead of `begin`, `head`, `tail`, `end`.
@@ -310,6 +353,7 @@ class SingleForwardManager:
         self._phase = Phase.IDLE
 
     def _begin(self, batch: ForwardBatch, captured: CapturedForward | None) -> None:
+        self._repetition, self._is_repeated = None, False
         self._expect(Phase.IDLE, "begin")
         self._steps.expect_idle(f"forward {self.name}: begin")
         self._check(batch, captured)
@@ -331,6 +375,7 @@ class SingleForwardManager:
     def _skip(self, out_slots: Mapping[str, torch.Tensor], captured: CapturedForward | None) -> None:
         """Let the forward go by unwatched from here on."""
         self._batch, self._captured, self._phase = None, None, Phase.SKIPPED
+        self._repetition, self._is_repeated = None, False
         self._give_up_advance()
         if captured is not None and captured not in self._unusable:
             # The graph is about to be replayed: its HEAD and TAIL must find nothing to do.
@@ -427,10 +472,14 @@ class SingleForwardManager:
         """
         if self._phase is Phase.SKIPPED:
             return
-        with self.context.guard.contain(f"forward {self.name}: HEAD") as part:
+        with self.context.guard.contain(self._parts["HEAD"], allocates=not self._is_repeated) as part:
             self._expect(Phase.BEGUN, "head")
-            self._copy_inputs(input_ids, positions)
-            self._replays.run(("head", *self._key()), self._launch_head)
+            if self._is_repeated and self._repetition is not None:
+                self._repetition.head()
+            else:
+                self._copy_inputs(input_ids, positions)
+                self._replays.run(("head", *self._key(self._inputs.in_place)), self._launch_head)
+                self._advanced = self._advance
             self._advance = None
             self._phase = Phase.HEAD
         if part.failed:
@@ -441,23 +490,34 @@ class SingleForwardManager:
 
         Args:
             input_ids: [tokens] on the device, where the model was given others than HEAD.
-            given: what the model has read, where the batch `is_given_at_tail`; None: the batch's own tensors.
+            given: what the model has read, where the batch `is_given_at_tail`; None: the batch's own tensors. Always to
+                be said behind `repeat`.
         """
         if self._phase is Phase.SKIPPED:
             return
-        with self.context.guard.contain(f"forward {self.name}: TAIL") as part:
+        with self.context.guard.contain(self._parts["TAIL"], allocates=not self._is_repeated) as part:
             self._expect(Phase.HEAD, "tail")
-            if self._is_late and self._batch is not None:
-                self._take_given(self._batch, given)
-            self._copy_inputs(input_ids, None)
-            self._replays.run(("tail", *self._key()), self._launch_tail)
+            repetition = self._repetition
+            if repetition is not None and given is repetition.given:
+                repetition.tail()
+            else:
+                self._repetition = None
+                if self._is_late and self._batch is not None:
+                    self._take_given(self._batch, given)
+                self._copy_inputs(input_ids, None)
+                self._replays.run(("tail", *self._key(self._inputs.in_place)), self._launch_tail)
             self._phase = Phase.TAIL
         if part.failed:
             self._skip_rest()
 
     def _skip_rest(self) -> None:
         """Go on unwatched after HEAD or TAIL have failed."""
-        if self._batch is not None:
+        if self._is_repeated:
+            written: Mapping[str, torch.Tensor] = {}
+            with self.context.guard.contain(f"forward {self.name}: the slots that it writes"):
+                written = self._written()
+            self._skip(written, None)
+        elif self._batch is not None:
             self._skip(self._batch.out_slots, self._captured)
         else:
             # Called out of turn, or while a graph is captured: nothing was to be written.
@@ -498,11 +558,10 @@ class SingleForwardManager:
         if self.inner:
             self._advance_scratch()
 
-    def _key(self) -> tuple[Hashable, ...]:
+    def _key(self, in_place: ModelInputs | None) -> tuple[Hashable, ...]:
         """What tells whether HEAD and TAIL would launch the same as before, on the same memory."""
         tokens = self.context.state.token_pool
         where = () if tokens is None else layout_of(tokens)
-        in_place = self._inputs.in_place
         given = () if in_place is None else in_place.addresses
         return self._shape, where, given, *(launches.memory for launches in self._launches)
 
@@ -511,7 +570,7 @@ class SingleForwardManager:
         if self._phase is Phase.SKIPPED:
             self._phase = Phase.IDLE
             return
-        with self.context.guard.contain(f"forward {self.name}: end") as part:
+        with self.context.guard.contain(self._parts["end"], allocates=not self._is_repeated) as part:
             # A replay runs HEAD and TAIL where the host does not see it; their launches are counted on the device.
             self._expect(Phase.TAIL if self._captured is None else Phase.BEGUN, "end")
             self._phase = Phase.IDLE
@@ -519,13 +578,41 @@ class SingleForwardManager:
                 if self._steps.unverified.any_marked:
                     for launches in self._launches:
                         self._steps.unverified.written(launches.group.pool, launches.out_slots[: self._new_tokens])
-                self._is_late = False
+                if not self._is_repeated:
+                    self._repetition = self._new_repetition()
+                self._is_late = self._is_repeated = False
                 self._steps.end_forward(self, self._batch)
             except BaseException:
                 self._steps.abort_forward(self)
                 raise
         if part.failed:
             self._phase = Phase.IDLE
+
+    def _new_repetition(self) -> Repetition | None:
+        """Return what the next forward may repeat, once the requests have stayed the same; None: it is not to."""
+        batch, given, shape = self._batch, self._inputs.in_place, self._shape
+        if batch is None or given is None or self._advanced is None or not self._is_late:
+            return None
+        before, self._composed = self._composed, batch.arrays.composition.number
+        if before != self._composed or shape.has_pending or shape.expects_tokens or self.inner:
+            return None
+        head = self._replays.settled(("head", *self._key(None)), self._launch_head)
+        tail = self._replays.settled(("tail", *self._key(given)), self._launch_tail)
+        if head is None or tail is None:
+            return None
+        return Repetition(
+            self.context,
+            self._steps,
+            self,
+            self._inputs,
+            requests=batch.arrays,
+            batch=batch,
+            given=given,
+            rooms=self.entry_capacities,
+            advance=self._advanced,
+            head=head,
+            tail=tail,
+        )
 
     def abort(self) -> None:
         """Give up a forward that raised; what it had found so far is kept."""
@@ -541,6 +628,11 @@ class SingleForwardManager:
                     pool.take_back_head(slots)
             finally:
                 self._steps.abort_forward(self)
+
+    @functools.cached_property
+    def groups_of_statuses(self) -> Mapping[int, str]:
+        """The names of the groups, by the numbers of the status words of their last plans."""
+        return {status: group for group, status, _ in self.statuses}
 
     @functools.cached_property
     def statuses(self) -> list[tuple[str, int, int]]:
@@ -579,29 +671,33 @@ class SingleForwardManager:
                 counts[tag] = counts.get(tag, 0) + count
         return counts
 
-    def _take_inputs(self, batch: ForwardBatch) -> None:
+    def _take_inputs(self, source: ForwardBatch | ModelInputs) -> None:
         """Copy what the model is given."""
-        self._copy_inputs(batch.input_ids, batch.positions)
+        self._inputs.in_place = None
+        self._copy_inputs(source.input_ids, source.positions)
         for launches in self._launches:
-            _copy(launches.copied_slots, batch.out_slots[launches.group.name])
-        for buffer, tensor in ((self._inputs.given_rows, batch.rows), (self._inputs.given_lens, batch.lengths)):
+            _copy(launches.copied_slots, source.out_slots[launches.group.name])
+        for buffer, tensor in ((self._inputs.given_rows, source.rows), (self._inputs.given_lens, source.lengths)):
             if tensor is not None:
                 _copy(buffer, tensor)
 
     def _slots_of(self, launches: GroupLaunches) -> torch.Tensor:
         """Return the slots that a forward that is given up may have written."""
         if self._is_late and self._batch is not None:
-            return self._batch.out_slots[launches.group.name].to(self.context.device, torch.int64)
+            written = self._written() if self._is_repeated else self._batch.out_slots
+            return written[launches.group.name].to(self.context.device, torch.int64)
         return launches.out_slots[: self._new_tokens]
 
     def _take_given(self, batch: ForwardBatch, given: ModelInputs | None) -> None:
         """Read what the model was given in place, where it stays there, or copy it.
 
         Raises:
-            ValueError: it is less than the batch has.
+            ValueError: it is less than the batch has, or nothing where the batch does not say it either.
         """
+        if given is None and self._is_repeated:
+            raise ValueError(must_be(f"forward {self.name}", "given", "said behind `repeat`", "nothing"))
         if given is None or not given.is_in_place:
-            self._take_inputs(batch)
+            self._take_inputs(batch if given is None else given)
             return
         needed = len(batch.arrays), self._new_tokens
         for what, least, room in zip(("requests", "tokens"), needed, given.room, strict=True):

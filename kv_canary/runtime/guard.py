@@ -34,15 +34,16 @@ class Guard:
         # Whether the canary itself has failed since `take_touched`.
         self.touched = False
 
-    def contain(self, part: str) -> Contained:
+    def contain(self, part: str, *, allocates: bool = True) -> Contained:
         """Return a context for a part of the canary: its failures go no further, in log mode.
 
         Whatever mode the engine is in, inference mode is off inside: what is allocated there can be changed anywhere.
 
         Args:
             part: what is being done, for the log and the summary: "HEAD of forward target".
+            allocates: whether tensors may be made there; if not, the engine's mode is left as it is.
         """
-        return Contained(self, part)
+        return Contained(self, part, allocates=allocates)
 
     def failed(self, part: str, error: Exception, *, own: bool = True) -> None:
         """Take in that a part of the canary has failed: count it, and say so once for each part and kind.
@@ -78,10 +79,10 @@ class Contained:
 
     __slots__ = ("_guard", "_mode", "_part", "failed")
 
-    def __init__(self, guard: Guard, part: str) -> None:
+    def __init__(self, guard: Guard, part: str, *, allocates: bool) -> None:
         self._guard, self._part = guard, part
         # Entering the mode costs more than asking for it, and most parts are inside others.
-        self._mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        self._mode = torch.inference_mode(False) if allocates and torch.is_inference_mode_enabled() else None
         self.failed = False
 
     def __enter__(self) -> Contained:

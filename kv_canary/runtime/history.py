@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -32,13 +32,13 @@ class StepRecord:
 
     number: int
     forwards: list[BatchRequests] = field(default_factory=list)
-    statuses: dict[int, str] = field(default_factory=dict)
-    launches: Counter[int] = field(default_factory=Counter)
+    statuses: Mapping[int, str] = field(default_factory=dict)
+    launches: Mapping[int, int] = field(default_factory=dict)
     relied_on: int = 0
     broken: bool = False
     stride: int = 1
     inner: dict[tuple[int, int], int] = field(default_factory=dict)
-    tables: dict[str, torch.Tensor] = field(default_factory=dict)
+    tables: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def request(self, row: int) -> ForwardRequest | None:
         """Return the request of a row, as the step's last forward had it."""

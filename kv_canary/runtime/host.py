@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -48,8 +48,9 @@ class Mailbox:
         self.buffer = torch.zeros(words, dtype=torch.int64, device=device)
         # Pinned, with the event behind the last copy out of each, oldest first.
         self._sheets: deque[_Sheet] = deque()
-        # By the lengths of views, which come again and again.
+        # By the lengths of views, which come again and again; and how the buffer was cut last.
         self._cuts: dict[tuple[int, ...], _Cut] = {}
+        self._cut_last: _Cut | None = None
 
     def post(self, *columns: Numbers, widths: Sequence[int] | None = None) -> list[torch.Tensor]:
         """Return int64 views of the buffer that hold these numbers once what is launched now runs.
@@ -67,11 +68,35 @@ class Mailbox:
             values[start:last] = column
             if last < end:
                 values[last:end] = 0
+        self._cut_last = cut
+        self._send(sheet, cut)
+        return cut.views
+
+    def post_again(self, columns: Iterable[tuple[int, Numbers]]) -> None:
+        """Send what was posted last, to the same views, with other numbers in some of them.
+
+        Args:
+            columns: numbers of views, and what they hold now: as many numbers as before.
+
+        Raises:
+            RuntimeError: nothing was posted yet.
+        """
+        cut = self._cut_last
+        if cut is None:
+            raise RuntimeError("kv-canary: Mailbox: something must have been posted before, got nothing")
+        values, sheet = self._sheets[-1].values, self._free(cut.total)
+        if sheet.values is not values:
+            sheet.values[: cut.total] = values[: cut.total]
+        for number, column in columns:
+            start, _ = cut.places[number]
+            sheet.values[start : start + len(column)] = column
+        self._send(sheet, cut)
+
+    def _send(self, sheet: _Sheet, cut: _Cut) -> None:
         cut.whole.copy_(sheet.host[: cut.total], non_blocking=True)
         if sheet.sent is not None:
             sheet.sent.record()
         self._sheets.append(sheet)
-        return cut.views
 
     def _cut(self, lengths: tuple[int, ...]) -> _Cut:
         """Return how the buffer, which grows where it has to, is cut into views of these lengths."""

@@ -13,6 +13,7 @@ from kv_canary import ops
 from kv_canary.constants import HEAD_OF_CHAIN
 from kv_canary.runtime.batch import ModelInputs, VerifiedEntries
 from kv_canary.runtime.capacities import CanaryLimits
+from kv_canary.runtime.composition import BatchRequests, Int64s
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.device_state import MOST_REPLAYED
 from kv_canary.runtime.host import Mailbox, Numbers, let_go
@@ -90,6 +91,7 @@ class ForwardInputs:
         self.in_place: ModelInputs | None = None
         self._posted: Sequence[torch.Tensor] = ()
         self._names: tuple[str, ...] = ()
+        self._place: dict[str, int] = {}
         self.arriving: Lengths | None = None
 
     def post(
@@ -126,6 +128,7 @@ class ForwardInputs:
             return
         self._posted, self._names = posted, names
         there = dict(zip(numbers, posted, strict=False))
+        self._place = {name: number for number, name in enumerate(names)}
         self.rows, self.owners = there["rows"], there["owners"]
         self.lengths = Lengths(prefix=there["prefix"], extend=there["extend"])
         self.known_lens, self.strides = there.get("known_lens", there["prefix"]), there.get("strides")
@@ -133,6 +136,28 @@ class ForwardInputs:
             self.arriving = Lengths(prefix=there["there"], extend=there["from_there"])
         check, at = posted[len(numbers) : len(numbers) + 2]
         self.advance, self.step, self.check_positions = posted[len(numbers) + 2 :], at[:1], check.view(torch.int32)[:1]
+
+    def post_again(
+        self, requests: BatchRequests, *, strides: Int64s, newest: Int64s, starts: Int64s, step: int
+    ) -> None:
+        """Send what has changed of a batch whose other numbers are those that were posted last.
+
+        Args:
+            requests: of the batch; only their prefixes have changed.
+            strides: of each.
+            newest, starts: the tokens that bring rows up, one each, and where they go.
+            step: its number.
+        """
+        place, last = self._place, len(self._names)
+        columns: list[tuple[int, Numbers]] = [
+            (place["prefix"], requests.prefix),
+            (last + 1, (step,)),
+            (last + 2, newest),
+            (last + 5, starts),
+        ]
+        if self.strides is not None:
+            columns.append((place["strides"], strides))
+        self._mailbox.post_again(columns)
 
     def mark_pending(self) -> None:
         """Set `is_pending`."""

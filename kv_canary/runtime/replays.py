@@ -74,6 +74,13 @@ class Replays:
             launch()
             self._count(key, launch)
 
+    def settled(self, key: Hashable, launch: Launch) -> Launch | None:
+        """Return what does the same as `run` with these from now on; None: it has not come often enough.
+
+        Not to be called while a stream is captured.
+        """
+        return launch if self._capture is None else self._graphs.get(key)
+
     def _count(self, key: Hashable, launch: Launch) -> None:
         runs = self._runs.pop(key, 0) + 1
         if runs >= RUNS_BEFORE_CAPTURE and self._capture is not None and len(self._graphs) < MAX_GRAPHS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -67,8 +68,8 @@ class Steps:
         self._skips_told: set[str] = set()
 
     @property
-    def counters(self) -> list[list[int]]:
-        """[launches, entries] by tag, as of the last drained step."""
+    def counters(self) -> list[int]:
+        """Launches, then entries, of each tag, as of the last drained step."""
         return self._drain.counters
 
     @contextmanager
@@ -115,7 +116,7 @@ class Steps:
             # The forward has run in this step before, with the same word.
             if status in step.statuses:
                 state.keep_status(status, earlier, fresh=earlier not in step.statuses)
-                step.statuses[earlier] = group
+                step.statuses = {**step.statuses, earlier: group}
         fresh, offsets = requests, {g.token_offset for g in forward.groups} if forward.inner else set()
         if forward.inner:
             # The others go on where an inner forward of this step has brought them.
@@ -135,6 +136,34 @@ class Steps:
         step.forwards.append(requests)
         step.relied_on += sum(relied_on(requests, g) for g in forward.groups)
         return self.budget.strides(forward.name, requests, step=step.number), advance
+
+    def repeat(self, forward: WatchedForward, requests: BatchRequests, *, relied_on: int) -> bool:
+        """Begin a step of one forward for which nothing is to be done but what every step asks for.
+
+        Return False, with nothing done, where more is. Who calls brings up tails, and takes what is raised behind this
+        to `abort_forward`.
+
+        Args:
+            forward: of the step.
+            requests: of the forward.
+            relied_on: cached positions that it is about to read.
+
+        Raises:
+            CanaryViolationError: in raise mode, for what the step before found; nothing else is done then.
+        """
+        idle = self._open is None and self._running is None
+        if not idle or self.perturber is not None or self._ranks is not None or not self.unverified.is_clean:
+            return False
+        step = self._begin_step()
+        self._running = forward
+        step.forwards.append(requests)
+        step.relied_on = relied_on
+        return True
+
+    @property
+    def shows_forwards(self) -> bool:
+        """Whether anybody looks at forwards when they are over."""
+        return self.perturber is not None or self._ranks is not None or self._accounts.shows_forwards
 
     def take_in_gaps(self, forward: WatchedForward, batch: ForwardBatch) -> None:
         """Record anew what a forward is about to read and nobody has recorded."""
@@ -159,13 +188,17 @@ class Steps:
                 self.perturber.after(batch, step=self.context.step)
             if self._ranks is not None:
                 self._ranks.see(forward, batch)
-            step.tables.update(batch.tables)
+            step.tables = {**step.tables, **batch.tables} if step.tables else batch.tables
             self._accounts.see_forward(forward, batch)
             if forward.inner:
                 offsets = {g.token_offset for g in forward.groups}
                 step.inner.update({(o, r.row): r.prefix_len + r.extend_len for o in offsets for r in batch.requests})
-        step.statuses.update({status: group for group, status, _ in forward.statuses})
-        step.launches.update(forward.launches)
+        if not step.launches:
+            # As nearly always: what the forward says of itself is not copied.
+            step.statuses, step.launches = forward.groups_of_statuses, forward.launches
+        else:
+            step.statuses = {**step.statuses, **forward.groups_of_statuses}
+            step.launches = Counter(step.launches) + Counter(forward.launches)
         if not self._explicit:
             self._end_step()
 
@@ -259,7 +292,7 @@ class Steps:
                 with self.context.guard.contain("a sweep"):
                     self.sweep()
         finally:
-            self._drain.push(step.number, step.statuses, launches=None if step.broken else dict(step.launches))
+            self._drain.push(step.number, step.statuses, launches=None if step.broken else step.launches)
 
     def _end_explicit(self, *, complete: bool) -> None:
         """End the step that `one_step` began; a forward that is still under way is given up, and told of."""
@@ -274,11 +307,12 @@ class Steps:
 
     def _take(self, findings: Findings) -> None:
         """Count and report what was drained; with ranks, none of them raises alone: the others would wait for it."""
-        try:
-            findings = self.unverified.take_back(findings, self.context.groups)
-        except Exception as error:
-            # What was found is told all the same.
-            self.context.guard.failed("looking for gaps among what was found", error)
+        if findings.rows and self.unverified.any_marked:
+            try:
+                findings = self.unverified.take_back(findings, self.context.groups)
+            except Exception as error:
+                # What was found is told all the same.
+                self.context.guard.failed("looking for gaps among what was found", error)
         try:
             self._accounts.take(findings)
         except CanaryViolationError as error:

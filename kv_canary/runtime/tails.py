@@ -47,7 +47,7 @@ class Progress:
         if requests.composition.number != self._whole:
             return None
         lengths = self._lengths[requests.rows]
-        return lengths if np.array_equal(lengths + 1, requests.prefix) else None
+        return lengths if (lengths + 1 == requests.prefix).all() else None
 
     def forget(self, rows: Int64s) -> None:
         """Let `rows` start anew."""

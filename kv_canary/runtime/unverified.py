@@ -55,6 +55,11 @@ class Unverified:
         self.taken_in = self.taken_back = 0
 
     @property
+    def is_clean(self) -> bool:
+        """Whether no slot is marked, or to be marked."""
+        return not (self._marked or self._owed)
+
+    @property
     def any_marked(self) -> bool:
         """Whether any slot may be marked."""
         return bool(self._marked)

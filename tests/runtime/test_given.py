@@ -154,10 +154,13 @@ def test_tensors_that_do_not_stay_are_copied() -> None:
     engine, a, b = started()
     graph = Graph()
     batch = given(engine.batch((a, 1), (b, 1)))
+    graph.fill(batch)
     assert run_in_place(engine, graph, batch, graph.inputs(stays=False)) == []
     batch = given(engine.batch((a, 1), (b, 1)))
-    narrow = graph.inputs(positions=torch.zeros(4, dtype=torch.int32))
+    graph.fill(batch)
+    narrow = graph.inputs(positions=graph.tensors["at"].to(torch.int32))
     assert run_in_place(engine, graph, batch, narrow) == []
+    assert run_in_place(engine, graph, given(engine.batch((a, 1), (b, 1))), graph.inputs(stays=False)) != []
     with pytest.raises(ValueError, match="given must be of at least 2 tokens, got 1"):
         run_in_place(engine, graph, given(engine.batch((a, 1), (b, 1))), graph.inputs(input_ids=torch.zeros(1).long()))
 

@@ -37,6 +37,7 @@ from kv_canary.reports import CanaryViolationError
 from kv_canary.runtime.batch import ForwardBatch, ModelInputs
 from kv_canary.runtime.cached import CachedSlots
 from kv_canary.runtime.capacities import CanaryLimits
+from kv_canary.runtime.composition import BatchRequests
 from kv_canary.runtime.forward import SingleForwardManager
 from kv_canary.runtime.host import send
 from kv_canary.runtime.manager import CanaryManager
@@ -138,6 +139,8 @@ class Session:
         self._identities = Identities(counts_weights=not transfer.needs_both_records(scheduler.server_args))
         self._patches = Patches()
         self._graphs = graphs.Graphs()
+        # By runner, and whether it drafts.
+        self._forwards: dict[tuple[Any, bool], SingleForwardManager] = {}
         self._anchored = False
         # Whether something was launched since the last look at what was found.
         self._pending = False
@@ -265,7 +268,7 @@ class Session:
                 self._give_up(watched)
             raise
         if watched is not None:
-            self._after(watched, runner, result)
+            self._after(watched, runner, forward_batch, result)
         return result
 
     def idle(self) -> None:
@@ -341,17 +344,42 @@ class Session:
         if self.off or runner not in self._groups or not forward_batch.batch_size:
             return None
         self._retire_freed()
-        # Slots that it writes without us know of nobody's: see _following.
-        with self._following("a forward"):
+        with self.manager.guard.contain("following a forward") as part:
             watched = self._watched(runner, forward_batch)
-            batch, why = self._described(runner, forward_batch)
+            requests = self._composed(forward_batch)
+            if requests is not None and self._repeat(watched, runner, forward_batch, requests):
+                return watched
+            batch, why = self._described(runner, forward_batch, requests)
             if batch is None:
                 self._describer.forget()
                 watched.skip(self._out_slots(runner, forward_batch.out_cache_loc), why=why)
                 return None
             self._begin(watched, batch)
             return watched
+        if part.failed:
+            # Slots that it writes without us know of nobody's: see _following.
+            self._forget()
         return None
+
+    def _composed(self, forward_batch: Any) -> BatchRequests | None:
+        """Return the requests of a forward in arrays; None: they have to be described one by one."""
+        with self._contain("describing a forward"), contextlib.suppress(batches.UnknownKindError):
+            return compose.requests_of(forward_batch, lookahead=self._lookahead)
+        return None
+
+    def _repeat(self, watched: SingleForwardManager, runner: Any, forward_batch: Any, requests: BatchRequests) -> bool:
+        """Begin a forward that is like the last one but for its lengths, and run HEAD; False: it is not known to be."""
+        if not self._graphs.may_replay(runner, forward_batch):
+            return False
+        slots = forward_batch.out_cache_loc
+        try:
+            if not watched.repeat(requests, out_slots=lambda: self._out_slots(runner, slots[: requests.num_tokens])):
+                return False
+            watched.head()
+        except BaseException:
+            watched.abort()
+            raise
+        return True
 
     def _begin(self, watched: SingleForwardManager, batch: ForwardBatch) -> None:
         failures = self.manager.guard.failures.total()
@@ -366,20 +394,33 @@ class Session:
             # How far it came is not known.
             self._describer.forget()
 
-    def _after(self, watched: SingleForwardManager, runner: Any, result: Any) -> None:
+    def _after(self, watched: SingleForwardManager, runner: Any, forward_batch: Any, result: Any) -> None:
         self._pending = True
         try:
-            watched.tail(given=self._given(watched, runner, result))
+            watched.tail(given=self._given(watched, runner, forward_batch, result))
             watched.end()
         except BaseException:
             watched.abort()
             raise
 
-    def _given(self, watched: SingleForwardManager, runner: Any, result: Any) -> ModelInputs | None:
-        """Return what a CUDA graph of the decode's has read, in place; None where there was none."""
+    def _given(self, watched: SingleForwardManager, runner: Any, forward_batch: Any, result: Any) -> ModelInputs | None:
+        """Return what the model has read, in place where a graph of the decode's has; None: as it was described."""
         with self._contain("reading what the model was given"):
-            return self._graphs.inputs_of(runner, result, watched.groups)
+            given = self._graphs.inputs_of(runner, result, watched.groups)
+            if given is None and watched.repeats:
+                given = self._inputs(runner, forward_batch)
+            return given
         return None
+
+    def _inputs(self, runner: Any, forward_batch: Any) -> ModelInputs:
+        """Return the tensors of a decode's forward batch."""
+        return ModelInputs(
+            input_ids=forward_batch.input_ids,
+            positions=forward_batch.positions,
+            out_slots=self._out_slots(runner, forward_batch.out_cache_loc),
+            rows=forward_batch.req_pool_indices,
+            lengths=forward_batch.seq_lens,
+        )
 
     def _give_up(self, watched: SingleForwardManager) -> None:
         """Take in that the engine's forward has raised, which goes on to the engine, and nothing else."""
@@ -394,27 +435,34 @@ class Session:
         return self._forward_of(runner, drafts=is_draft)
 
     def _forward_of(self, runner: Any, *, drafts: bool) -> SingleForwardManager:
+        known = self._forwards.get((runner, drafts))
+        if known is None:
+            known = self._forwards[runner, drafts] = self._new_forward(runner, drafts=drafts)
+        return known
+
+    def _new_forward(self, runner: Any, *, drafts: bool) -> SingleForwardManager:
         groups = [g.name for g in self._groups[runner]]
         if not self._groups[runner][0].token_offset:
             return self.manager.forward("target", groups=groups)
         return self.manager.forward(f"{groups[0]}, drafting" if drafts else groups[0], groups=groups, inner=drafts)
 
-    def _described(self, runner: Any, forward_batch: Any) -> tuple[ForwardBatch | None, str]:
+    def _described(
+        self, runner: Any, forward_batch: Any, requests: BatchRequests | None
+    ) -> tuple[ForwardBatch | None, str]:
         """Return what can be said of a forward; None, and why, where that is nothing."""
         why = "the canary has failed to describe it"
         with self._contain("describing a forward"):
             try:
-                return self._batch(runner, forward_batch), ""
+                return self._batch(runner, forward_batch, requests), ""
             except batches.UnknownKindError as error:
                 why = str(error)
         return None, why
 
-    def _batch(self, runner: Any, forward_batch: Any) -> ForwardBatch:
+    def _batch(self, runner: Any, forward_batch: Any, arrays: BatchRequests | None) -> ForwardBatch:
         speculation = self._speculation
-        arrays = compose.requests_of(forward_batch, lookahead=self._lookahead)
         if arrays is not None:
             self._anchored |= bool(arrays.composition.identities.any())
-            tokens = int(arrays.extend.sum())
+            tokens = arrays.num_tokens
             slots = forward_batch.out_cache_loc[:tokens]
             return ForwardBatch(
                 requests=arrays,

@@ -1,0 +1,442 @@
+"""A forward that repeats the one before leaves what one that is begun anew leaves, and is refused where it is none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import getitem
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kv_canary as kc
+from kv_canary.observers import Observer
+from kv_canary.runtime.batch import ModelInputs
+from kv_canary.runtime.composition import BatchRequests, Composition, Int64s
+from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.forward import SingleForwardManager
+from kv_canary.runtime.replays import Replays
+
+from .engine import MAX_LEN, MAX_ROWS, make_pool
+
+Text = list[int]
+
+
+class Texts:
+    """Answers for requests that are their own texts."""
+
+    def name(self, member: Text) -> str:
+        return f"text {member[0]}"
+
+    def tokens(self, member: Text, start: int, end: int) -> Sequence[int]:
+        return member[start:end]
+
+    def newest(self, members: Sequence[Text], ends: Int64s) -> Int64s | None:
+        return np.fromiter(map(getitem, members, (ends - 1).tolist()), np.int64, len(members))
+
+    def discarded(self, member: Text, length: int) -> bool:
+        return False
+
+
+class Decoder:
+    """An engine that decodes from a graph: its tensors stay, and each request takes the next free slot.
+
+    Args:
+        repeats: whether it asks for repetitions.
+        watch: called with each batch of a step that is begun anew, before its begin.
+    """
+
+    def __init__(self, *, repeats: bool, windows: Sequence[int] = (0,), **options: Any) -> None:
+        torch.manual_seed(3)
+        self.repeats, self.repeated, self.begun = repeats, 0, 0
+        pools = [make_pool(512, name=f"p{i}") for i in range(len(windows))]
+        groups = [
+            kc.BufferGroup(name=f"g{i}", pool=pool, window=w)
+            for i, (pool, w) in enumerate(zip(pools, windows, strict=True))
+        ]
+        limits = kc.CanaryLimits(max_rows=MAX_ROWS, max_requests=4, max_tokens=64, max_len=4 * MAX_LEN)
+        config = kc.CanaryConfig(**{"backend": "reference", **options})
+        self.manager = kc.CanaryManager(groups, limits=limits, config=config)
+        self.forward = self.manager.forward()
+        self.tables = {g.name: torch.zeros(MAX_ROWS, 4 * MAX_LEN, dtype=torch.int32) for g in groups}
+        self.slots = iter(range(1, 512))
+        self.texts: dict[int, Text] = {}
+        self.cached: dict[int, int] = {}
+        self.composition: Composition | None = None
+        names = ("input_ids", "positions", "rows", "lengths")
+        self.graph = {name: torch.zeros(4, dtype=torch.int64) for name in names}
+        self.out = torch.zeros(4, dtype=torch.int64)
+        self.inputs = ModelInputs(**self.graph, out_slots=dict.fromkeys(self.tables, self.out), stays=True)
+        self.given: ModelInputs | None = self.inputs
+
+    def admit(self, *texts: Text) -> None:
+        """Let requests come, in the first free rows."""
+        for text in texts:
+            row = min(set(range(1, MAX_ROWS)) - set(self.texts))
+            self.texts[row], self.cached[row] = text, 0
+        self.compose()
+
+    def finish(self, row: int) -> None:
+        """Let a request go."""
+        del self.texts[row], self.cached[row]
+        self.compose()
+
+    def compose(self) -> None:
+        rows = np.array(list(self.texts), np.int64)
+        owners = np.array([text[0] for text in self.texts.values()], np.int64)
+        self.composition = Composition(list(self.texts.values()), rows=rows, owners=owners, source=SOURCE)
+
+    def requests(self, extends: Mapping[int, int] | None = None) -> BatchRequests:
+        assert self.composition is not None
+        prefix = np.array(list(self.cached.values()), np.int64)
+        if extends is None:
+            extend: Int64s = ONES[len(prefix)]
+            newest = SOURCE.newest(self.composition.members, prefix)
+        else:
+            extend, newest = np.array([extends[row] for row in self.texts], np.int64), None
+        return BatchRequests(self.composition, prefix=prefix, extend=extend, newest=newest)
+
+    def batch(self, requests: BatchRequests) -> kc.ForwardBatch:
+        """Take slots for a forward, enter them into the tables, and return it."""
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        columns = (requests.rows, requests.prefix, requests.extend)
+        for row, prefix, extend in zip(*(column.tolist() for column in columns), strict=True):
+            ids += self.texts[row][prefix : prefix + extend]
+            positions += range(prefix, prefix + extend)
+            mine = [next(self.slots) for _ in range(extend)]
+            slots += mine
+            for table in self.tables.values():
+                table[row, prefix : prefix + extend] = torch.tensor(mine, dtype=torch.int32)
+        out = torch.tensor(slots)
+        return kc.ForwardBatch(
+            requests=requests,
+            input_ids=torch.tensor(ids),
+            positions=torch.tensor(positions),
+            out_slots=dict.fromkeys(self.tables, out),
+            tables=self.tables,
+            rows=torch.from_numpy(requests.rows.copy()),
+            lengths=torch.from_numpy(requests.prefix + requests.extend),
+            is_given_at_tail=True,
+        )
+
+    def prefill(self, extends: Mapping[int, int]) -> None:
+        """Run one forward of several tokens each."""
+        batch = self.batch(self.requests(extends))
+        with self.forward.around(dataclasses.replace(batch, is_given_at_tail=False)):
+            self.write(batch)
+        self.grow(batch)
+
+    def begin(self, batch: kc.ForwardBatch) -> None:
+        requests = batch.arrays
+        if self.repeats and self.forward.repeat(requests, out_slots=lambda: batch.out_slots):
+            self.repeated += 1
+        else:
+            self.begun += 1
+            self.forward.begin(batch)
+
+    def decode(self, count: int = 1) -> None:
+        """Run forwards of one token each."""
+        for _ in range(count):
+            batch = self.batch(self.requests())
+            self.begin(batch)
+            self.forward.head()
+            self.write(batch)
+            self.fill(batch)
+            self.forward.tail(given=self.given)
+            self.forward.end()
+            self.grow(batch)
+
+    def fill(self, batch: kc.ForwardBatch) -> None:
+        for name, tensor in (*self.graph.items(), ("out", self.out)):
+            value = batch.out_slots["g0"] if name == "out" else getattr(batch, name)
+            tensor.zero_()[: len(value)] = value
+
+    def write(self, batch: kc.ForwardBatch) -> None:
+        """Give the slots bytes that say what is in them."""
+        assert batch.input_ids is not None
+        for group in self.manager.groups:
+            for source in (group.pool.k_source, group.pool.v_source):
+                assert source is not None
+                for layer in source.layers:
+                    layer.view(512, -1)[batch.out_slots[group.name]] = batch.input_ids[:, None].to(layer.dtype)
+
+    def grow(self, batch: kc.ForwardBatch) -> None:
+        for row, extend in zip(batch.arrays.rows.tolist(), batch.arrays.extend.tolist(), strict=True):
+            self.cached[row] += extend
+
+    def leavings(self) -> dict[str, torch.Tensor]:
+        """Return what lies on the device in the end."""
+        self.manager.flush()
+        state = self.manager.state
+        found = {"words": state.words, "chains": state.tails[0].chains, "ring": state.violations.ring}
+        if state.token_pool is not None:
+            found["tokens"] = state.token_pool
+        found |= {pool.name: pool.records for pool in self.manager.pools}
+        return {name: tensor.clone() for name, tensor in found.items()}
+
+
+SOURCE = Texts()
+ONES = {n: np.ones(n, np.int64) for n in range(9)}
+
+
+def text(seed: int, length: int = 500) -> Text:
+    return [seed, *range(seed + 1, seed + length)]
+
+
+def life(engine: Decoder) -> None:
+    """Serve requests that come and go, some of which grow alone."""
+    engine.admit(text(10), text(1000))
+    engine.prefill({1: 20, 2: 7})
+    engine.decode(9)
+    engine.admit(text(3000))
+    engine.prefill({1: 1, 2: 1, 3: 30})
+    engine.decode(6)
+    engine.finish(2)
+    engine.decode(5)
+    engine.manager.flush()
+    engine.decode(4)
+    engine.admit(text(5000))
+    engine.prefill({1: 1, 3: 1, 2: 2})
+    engine.decode(12)
+
+
+@pytest.fixture(params=[False, True], ids=["as it is", "rounded"])
+def rounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Let launches be as they are, or for rounded sizes and by graphs, which only call them here."""
+    if request.param:
+        monkeypatch.setattr(CanaryContext, "new_replays", lambda _: Replays(lambda launch: launch))
+    return bool(request.param)
+
+
+OPTIONS: list[dict[str, Any]] = [{}, {"stride": 4}, {"check_tokens": False}, {"verify_bytes_at_tail": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("windows", [(0,), (16,), (0, 16)], ids=str)
+def test_repetitions_leave_what_forwards_leave_that_are_begun_anew(
+    rounds: bool, options: dict[str, Any], windows: Sequence[int]
+) -> None:
+    engines = [Decoder(repeats=repeats, windows=windows, **options) for repeats in (False, True)]
+    for engine in engines:
+        life(engine)
+    anew, repeated = engines
+    # Two forwards of a composition come before what repeats them; and two runs before a graph.
+    assert (anew.repeated, repeated.repeated + repeated.begun) == (0, anew.begun)
+    assert repeated.repeated >= (15 if rounds else 20)
+    first, second = anew.leavings(), repeated.leavings()
+    assert {name for name in first if not torch.equal(first[name], second[name])} == set()
+    summary = repeated.manager.summary()
+    assert summary == anew.manager.summary()
+    assert summary.status == "healthy"
+    if "stride" not in options:
+        assert summary.positions_verified == summary.positions_relied_on > 0
+
+
+def decoding(**options: Any) -> Decoder:
+    """Return an engine whose next decode repeats the one before."""
+    engine = Decoder(repeats=True, **options)
+    engine.admit(text(10), text(1000))
+    engine.prefill({1: 20, 2: 7})
+    engine.decode(3)
+    assert (engine.begun, engine.repeated) == (2, 1)
+    return engine
+
+
+def spoil(engine: Decoder, row: int = 2, position: int = 5) -> None:
+    """Overwrite the bytes of a cached token."""
+    slot = int(engine.tables["g0"][row, position])
+    source = engine.manager.pools[0].k_source
+    assert source is not None
+    for layer in source.layers:
+        layer.view(512, -1)[slot] = 99
+
+
+def test_what_is_damaged_between_repetitions_is_found_and_named() -> None:
+    engine = decoding()
+    spoil(engine)
+    engine.decode()
+    engine.decode()
+    assert engine.repeated == 3
+    report = engine.manager.reports[0]
+    assert (report.request_id, report.position, report.reasons, report.step) == ("text 1000", 5, ("K",), 5)
+
+
+def test_raise_mode_raises_before_the_repetition_begins() -> None:
+    engine = decoding(mode="raise")
+    spoil(engine)
+    engine.decode()
+    with pytest.raises(kc.CanaryViolationError):
+        engine.decode()
+    # Nothing was begun.
+    engine.repeated = engine.begun = 0
+    with pytest.raises(kc.CanaryViolationError):
+        engine.decode(3)
+
+
+class Perturber:
+    """Injects nothing."""
+
+    def before(self, *_: Any, **__: Any) -> None:
+        pass
+
+    after = restore = before
+
+
+def move_tokens(engine: Decoder) -> None:
+    state = engine.manager.state
+    assert state.token_pool is not None
+    state.token_pool = state.token_pool.clone()
+
+
+def refusals() -> Iterator[tuple[str, Callable[[Decoder], Any]]]:
+    """Yield what makes a repetition impossible, by name."""
+    yield "composition", lambda e: e.compose()
+    yield "marked slots", lambda e: e.manager.unverify(e.manager.pools[0], torch.tensor([400]))
+    yield "all slots to be marked", lambda e: e.manager.unverified.forget_all(e.manager.pools[0])
+    yield "a row whose tail is not known", lambda e: e.manager.state.forget(np.array([1]))
+    yield "an owner whose text may be another", lambda e: e.manager.state.forget_owner(1000)
+    yield "a table of tokens that was moved", move_tokens
+    yield "faults to inject", lambda e: setattr(e.manager, "perturber", Perturber())
+
+
+@pytest.mark.parametrize("why", [why for why, _ in refusals()])
+def test_what_is_no_repetition_is_begun_anew(why: str) -> None:
+    engine, other = decoding(), decoding()
+    other.repeats = False
+    for each in (engine, other):
+        dict(refusals())[why](each)
+        each.decode()
+    assert (engine.begun, engine.repeated) == (3, 1)
+    engine.decode(4)
+    other.decode(4)
+    stays = "mark" in why or "inject" in why
+    assert (engine.repeated > 1) != stays
+    first, second = engine.leavings(), other.leavings()
+    assert {name for name in first if not torch.equal(first[name], second[name])} == set()
+    assert engine.manager.summary().violations == 0
+
+
+def test_a_forward_inside_a_step_of_several_is_no_repetition() -> None:
+    engine = decoding()
+    with engine.manager.one_step():
+        engine.decode()
+    assert (engine.begun, engine.repeated) == (3, 1)
+    assert engine.forward.repeat(engine.requests({1: 1, 2: 1}), out_slots=dict) is False
+
+
+def test_more_entries_than_there_is_room_for_are_no_repetition(rounds: bool) -> None:
+    engine = Decoder(repeats=True)
+    engine.admit(*(text(1000 * n) for n in range(1, 5)))
+    engine.slots = iter(range(1, 512))
+    engine.prefill(dict.fromkeys(range(1, 5), 16))
+    engine.decode(20)
+    before = engine.forward.entry_capacities["g0"]
+    engine.decode(80)
+    assert engine.forward.entry_capacities["g0"] >= before
+    summary = engine.manager.summary()
+    engine.manager.flush()
+    assert (summary.status, engine.manager.summary().incomplete) == ("healthy", {})
+    assert engine.repeated > 80
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_forward_that_ran_without_its_graph_is_recorded_from_what_it_was_given(stays: bool) -> None:
+    engine = decoding()
+    requests = engine.requests()
+    batch = engine.batch(requests)
+    engine.given = ModelInputs(
+        input_ids=batch.input_ids,
+        positions=batch.positions,
+        out_slots=batch.out_slots,
+        rows=batch.rows,
+        lengths=batch.lengths,
+        stays=stays,
+    )
+    assert engine.forward.repeat(requests, out_slots=lambda: batch.out_slots)
+    engine.forward.head()
+    engine.write(batch)
+    engine.forward.tail(given=engine.given)
+    engine.forward.end()
+    engine.grow(batch)
+    engine.given = engine.inputs
+    engine.decode(5)
+    assert engine.manager.summary().violations == 0
+    engine.manager.flush()
+    assert engine.manager.summary().violations == 0
+
+
+def test_what_was_given_has_to_be_said_behind_a_repetition() -> None:
+    engine = decoding(mode="raise")
+    engine.given = None
+    with pytest.raises(ValueError, match=r"given must be said behind `repeat`, got nothing"):
+        engine.decode()
+    engine.forward.abort()
+    engine.given = engine.inputs
+    engine.manager.close()
+
+
+@pytest.mark.parametrize("part", ["begin", "head", "tail", "end"])
+def test_a_failure_inside_a_repetition_goes_by_unwatched_and_no_further(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = decoding()
+    forward: SingleForwardManager = engine.forward
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as patch:
+        if part == "begin":
+            patch.setattr(forward._inputs, "post_again", fails)
+        elif part == "end":
+            patch.setattr(engine.manager._steps, "_end_step", fails)
+        else:
+            patch.setattr(forward._repetition, part, fails)
+        engine.decode()
+    assert engine.repeated == 2
+    engine.decode(6)
+    engine.manager.flush()
+    summary = engine.manager.summary()
+    assert (summary.violations, sum(summary.failures.values()) >= 1) == (0, True)
+    spoil(engine, position=engine.cached[2] - 2)
+    engine.decode(2)
+    assert {r.reasons for r in engine.manager.reports} == {("K",)}
+
+
+def test_a_repetition_that_is_given_up_leaves_its_slots_in_doubt() -> None:
+    engine = decoding(quarantine=True, track_lifetime=True, sweep_every=50)
+    requests = engine.requests()
+    batch = engine.batch(requests)
+    assert engine.forward.repeat(requests, out_slots=lambda: batch.out_slots)
+    engine.forward.head()
+    engine.write(batch)
+    engine.forward.abort()
+    assert engine.manager.unverified.any_marked
+    engine.grow(batch)
+    for row in engine.cached:
+        engine.cached[row] -= 1
+    engine.decode(5)
+    assert engine.manager.summary().violations == 0
+
+
+class Watcher(Observer):
+    """Remembers the lengths of the forwards that it is shown."""
+
+    def __init__(self) -> None:
+        self.lengths: list[list[int]] = []
+
+    def on_forward(self, forward: Any, batch: kc.ForwardBatch) -> None:
+        self.lengths.append([r.prefix_len for r in batch.requests])
+
+
+def test_an_observer_is_shown_each_repetition_as_it_was() -> None:
+    engine = decoding()
+    watcher = Watcher()
+    engine.manager.accounts.observers.append(watcher)
+    engine.decode(3)
+    assert watcher.lengths == [[23, 10], [24, 11], [25, 12]]
+    assert engine.repeated == 4
