@@ -51,9 +51,12 @@ class Accounts:
     ) -> None:
         self.reports: deque[ViolationReport] = deque(maxlen=1024)
         self.rank_reports: deque[RankReport] = deque(maxlen=1024)
-        self.observers = list(observers)
+        self.observers: tuple[Observer, ...] = ()
+        # Whether any of them wants to know of quiet steps; and whether any looks at forwards.
+        self._wants_quiet_steps = self.shows_forwards = False
         # They want to know of every step, and of most no more than its number.
-        self._checks = [o for o in observers if isinstance(o, HealthCheck)]
+        self._checks: list[HealthCheck] = []
+        self.join(*observers)
         self._config, self._guard, self._rows, self._on_report = config, guard, rows, on_report
         self._steps = StepHistory()
         # As reports call them: several groups where a tag is theirs alike.
@@ -80,6 +83,13 @@ class Accounts:
         # Counted by who lands them.
         self.uncovered = 0
 
+    def join(self, *observers: Observer) -> None:
+        """Tell these observers too, from now on."""
+        self.observers += observers
+        self._wants_quiet_steps |= any(o.wants_quiet_steps for o in observers)
+        self.shows_forwards |= any(type(o).on_forward is not Observer.on_forward for o in observers)
+        self._checks += [o for o in observers if isinstance(o, HealthCheck)]
+
     @property
     def incidents(self) -> list[Incident]:
         """The incidents that are remembered, oldest first."""
@@ -93,14 +103,8 @@ class Accounts:
 
     def see_forward(self, forward: WatchedForward, batch: ForwardBatch) -> None:
         """Show a forward that is over to the observers."""
-        for observer in self.observers:
-            if type(observer).on_forward is not Observer.on_forward:
-                self._call(observer.on_forward, forward, batch)
-
-    @property
-    def shows_forwards(self) -> bool:
-        """Whether any observer looks at forwards."""
-        return any(type(o).on_forward is not Observer.on_forward for o in self.observers)
+        for observer in self.observers if self.shows_forwards else ():
+            self._call(observer.on_forward, forward, batch)
 
     def launches_unknown(self) -> None:
         """Take in that launches were made that no step accounts for."""
@@ -246,7 +250,7 @@ class Accounts:
         verified, self._verified = total - self._verified, total
         self._relied_on += relied_on
         is_quiet = not (words.statuses or missing)
-        if is_quiet and not any(map(_wants_quiet_steps, self.observers)):
+        if is_quiet and not self._wants_quiet_steps:
             for check in self._checks:
                 check.drained(words.step)
             return None
@@ -304,10 +308,6 @@ class Accounts:
         # An engine with rows of its own: the requests of the steps that are remembered.
         request = self._steps.owned(owner)
         return None if request is None else request.request_id
-
-
-def _wants_quiet_steps(observer: Observer) -> bool:
-    return observer.wants_quiet_steps
 
 
 def _missing(counters: Sequence[int], before: Sequence[int], wanted: Mapping[int, int]) -> dict[str, int]:

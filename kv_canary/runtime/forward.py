@@ -301,10 +301,10 @@ class SingleForwardManager:
             self._skip(batch.out_slots, captured)
 
     def repeat(self, requests: BatchRequests, *, out_slots: Callable[[], Mapping[str, torch.Tensor]]) -> bool:
-        """Begin a forward that is like the last one but for its lengths, instead of `begin`, where that is one.
+        """Begin a forward that is like the last one but for its lengths, and run HEAD; instead of `begin` and `head`.
 
         Return False where it is not known to be, or more than that is to be done: nothing has been done then, and
-        `begin` is to be called. The last batch was given at TAIL, by tensors that stay; the requests of this one are
+        these are to be called. The last batch was given at TAIL, by tensors that stay; the requests of this one are
         the same `Composition`, each grown by one token, with the same `extend` and with `newest`.
 
         Args:
@@ -322,8 +322,9 @@ class SingleForwardManager:
                 self._repetition = None
                 return False
             self._is_repeated, self._is_late, self._written, self._captured = True, True, out_slots, None
-            self._batch, self._advance = repetition.batch, repetition.advance
-            self._phase = Phase.BEGUN
+            self._batch, self._advance, self._phase = repetition.batch, repetition.advance, Phase.BEGUN
+            repetition.head()
+            self._advance, self._phase = None, Phase.HEAD
         if part.failed:
             self._is_repeated, self._written = True, out_slots
             self._skip_rest()
@@ -472,15 +473,11 @@ class SingleForwardManager:
         """
         if self._phase is Phase.SKIPPED:
             return
-        with self.context.guard.contain(self._parts["HEAD"], allocates=not self._is_repeated) as part:
+        with self.context.guard.contain(self._parts["HEAD"]) as part:
             self._expect(Phase.BEGUN, "head")
-            if self._is_repeated and self._repetition is not None:
-                self._repetition.head()
-            else:
-                self._copy_inputs(input_ids, positions)
-                self._replays.run(("head", *self._key(self._inputs.in_place)), self._launch_head)
-                self._advanced = self._advance
-            self._advance = None
+            self._copy_inputs(input_ids, positions)
+            self._replays.run(("head", *self._key(self._inputs.in_place)), self._launch_head)
+            self._advanced, self._advance = self._advance, None
             self._phase = Phase.HEAD
         if part.failed:
             self._skip_rest()

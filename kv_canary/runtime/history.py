@@ -75,7 +75,10 @@ class StepHistory:
 
     def find(self, number: int) -> StepRecord | None:
         """Return the step of this number, or None if it is forgotten."""
-        return next((s for s in reversed(self._steps) if s.number == number), None)
+        for step in reversed(self._steps):
+            if step.number == number:
+                return step
+        return None
 
     def request(self, number: int, row: int) -> ForwardRequest | None:
         """Return the request that ran in `row` at step `number`, or None if that is forgotten."""

@@ -30,6 +30,7 @@ from kv_canary.runtime.forward import SingleForwardManager
 from kv_canary.runtime.guard import Guard
 from kv_canary.runtime.oracle import TokenOracle
 from kv_canary.runtime.pools import BufferGroup, KvPool
+from kv_canary.runtime.retirement import Retirement
 from kv_canary.runtime.rows import OwnerNames
 from kv_canary.runtime.steps import Steps
 from kv_canary.runtime.summary import CanarySummary
@@ -112,6 +113,7 @@ class CanaryManager:
             perturber=perturber,
             ranks=self.ranks,
         )
+        self._retirement = Retirement(context)
         self._forwards: dict[str, SingleForwardManager] = {}
         if self.device.type == "cuda":
             # Forwards may run on another stream than the one that all of this was made on.
@@ -256,9 +258,9 @@ class CanaryManager:
                 its = {g.name: tables[g.name] for g in forward.groups}
                 sizes += forward.warm_up(tables=its, is_given=is_given)
             self.state.warm_up(backend=self.backend)
+            self._retirement.warm_up()
             nowhere = torch.zeros(_MOST_AT_ONCE + 1, dtype=torch.int64, device=self.device)
             for pool in self.pools:
-                self.retire(pool, nowhere[:1])
                 for count in (1, _MOST_AT_ONCE // 4 + 1, _MOST_AT_ONCE // 2 + 1, _MOST_AT_ONCE + 1):
                     self.move(pool, nowhere[:count], nowhere[:count], owner=0)
             if self.device.type == "cuda":
@@ -274,15 +276,9 @@ class CanaryManager:
         if self.is_off or not self.config.track_lifetime or not len(slots):
             return
         with self.guard.contain("taking in what was freed") as part:
-            ops.retire(
-                slots=slots.to(self.device),
-                # The bits that a record holds; a larger number would be another kind of argument to the kernel.
-                owner=owner & OWNER_MASK,
-                step=self.state.step,
-                records=pool.buffers,
-                backend=self.backend,
-            )
-            self.unverified.freed(pool, slots.to(self.device))
+            slots = slots.to(self.device)
+            self._retirement.retire(pool, slots, owner=owner)
+            self.unverified.freed(pool, slots)
         if part.failed:
             self.unverify(pool, slots)
 
@@ -445,6 +441,7 @@ class CanaryManager:
         self.accounts.close()
         # Not left to the collector, which may destroy a graph while somebody captures another.
         self.state.forget_graphs()
+        self._retirement.forget_graphs()
         for forward in self._forwards.values():
             forward.forget_graphs()
         output.drain(_LAST_WORDS)

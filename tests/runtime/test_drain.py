@@ -313,7 +313,7 @@ def test_many_forwards_of_a_step_lose_no_status() -> None:
     engine.step((a, 6))
     engine.manager.flush()
     steps = Steps()
-    engine.manager.accounts.observers.append(steps)
+    engine.manager.accounts.join(steps)
     batch = engine.batch((a, 1))
     with engine.manager.one_step():
         for i in range(100):

@@ -103,7 +103,7 @@ def test_violations_past_the_ring_are_counted_without_a_reason() -> None:
 def test_what_an_idle_sweep_finds_is_there_at_once_and_counted_once() -> None:
     engine = make_engine()
     registry = CollectorRegistry()
-    engine.manager.accounts.observers.append(PrometheusMetrics(registry))
+    engine.manager.accounts.join(PrometheusMetrics(registry))
     live(engine, steps=2)
     engine.manager.flush()
     cached = engine.cached_slots()[0]

@@ -166,7 +166,7 @@ def test_an_observer_that_raises_at_every_step_is_told_of_once(caplog: pytest.Lo
 
     pool = make_pool()
     engine = Engine([kc.BufferGroup(name="full", pool=pool)])
-    engine.manager.accounts.observers.append(Sour())
+    engine.manager.accounts.join(Sour())
     a = engine.add("a", 100)
     for _ in range(20):
         engine.step((a, 1))

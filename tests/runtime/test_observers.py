@@ -88,7 +88,7 @@ class Listener(Observer):
 def listened(observers: list[Observer], **settings: Any) -> Engine:
     """Return an engine of one full group whose canary tells these observers too."""
     engine = full_engine(**settings)
-    engine.manager.accounts.observers += observers
+    engine.manager.accounts.join(*observers)
     return engine
 
 
@@ -175,7 +175,7 @@ def test_facts_say_status_and_stride_and_discarded() -> None:
 def test_what_a_sweep_finds_is_counted_under_the_group_that_its_report_names() -> None:
     listener = Listener()
     engine = make_engine(sweep_every=1)
-    engine.manager.accounts.observers.append(listener)
+    engine.manager.accounts.join(listener)
     live(engine, steps=3, prompt=40)
     for _ in range(2):
         engine.run(Action(kind="finish"))

@@ -388,7 +388,7 @@ def test_observers_are_told_and_what_they_raise_goes_no_further(monkeypatch: pyt
         def on_ranks(self, report: kc.RankReport) -> None:
             raise OSError("the disk is full")
 
-    engines[0].manager.accounts.observers += [Thrower(), Teller()]
+    engines[0].manager.accounts.join(Thrower(), Teller())
     a = add(engines, "a", 60)
     a[1].tokens[0] += 1
     for _ in range(8):

@@ -137,13 +137,13 @@ class Decoder:
         else:
             self.begun += 1
             self.forward.begin(batch)
+            self.forward.head()
 
     def decode(self, count: int = 1) -> None:
         """Run forwards of one token each."""
         for _ in range(count):
             batch = self.batch(self.requests())
             self.begin(batch)
-            self.forward.head()
             self.write(batch)
             self.fill(batch)
             self.forward.tail(given=self.given)
@@ -357,7 +357,6 @@ def test_a_forward_that_ran_without_its_graph_is_recorded_from_what_it_was_given
         stays=stays,
     )
     assert engine.forward.repeat(requests, out_slots=lambda: batch.out_slots)
-    engine.forward.head()
     engine.write(batch)
     engine.forward.tail(given=engine.given)
     engine.forward.end()
@@ -412,7 +411,6 @@ def test_a_repetition_that_is_given_up_leaves_its_slots_in_doubt() -> None:
     requests = engine.requests()
     batch = engine.batch(requests)
     assert engine.forward.repeat(requests, out_slots=lambda: batch.out_slots)
-    engine.forward.head()
     engine.write(batch)
     engine.forward.abort()
     assert engine.manager.unverified.any_marked
@@ -436,7 +434,7 @@ class Watcher(Observer):
 def test_an_observer_is_shown_each_repetition_as_it_was() -> None:
     engine = decoding()
     watcher = Watcher()
-    engine.manager.accounts.observers.append(watcher)
+    engine.manager.accounts.join(watcher)
     engine.decode(3)
     assert watcher.lengths == [[23, 10], [24, 11], [25, 12]]
     assert engine.repeated == 4

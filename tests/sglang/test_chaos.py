@@ -51,7 +51,7 @@ def life(model: str, number: int, args: dict[str, Any], folder: Path, happened: 
     scheduler = build(model, "log", settings, **args)
     share = rng.choice([0.003, 0.02, 0.08])
     faults = Faults(np.random.default_rng(number), rate=share / 2)
-    session.current().manager.accounts.observers.append(SourObserver(faults))
+    session.current().manager.accounts.join(SourObserver(faults))
     handler = SourHandler(faults)
     logging.getLogger("kv_canary").addHandler(handler)
     try:

@@ -379,7 +379,7 @@ def test_what_the_engines_forward_raises_comes_out_as_it_is(llama, monkeypatch, 
     engine.submit(scheduler, tokens(20), 4)
     monkeypatch.setattr(scheduler.tp_worker.model_runner, "_forward_raw", fails)
     # And the canary cannot even give it up.
-    monkeypatch.setattr(session.current().manager, "abort_forward", lambda forward: 1 // 0)
+    monkeypatch.setattr(session.current().manager._steps, "abort_forward", lambda forward: 1 // 0)
     with pytest.raises(EnginesOwnError) as caught:
         engine.run_all(scheduler)
     assert caught.value is raised

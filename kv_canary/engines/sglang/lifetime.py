@@ -71,6 +71,11 @@ class Lifetime:
             self._pools[id(half)] = list(dict.fromkeys(mine))
             self._watch(half, patches)
 
+    @property
+    def has_freed(self) -> bool:
+        """Whether slots were freed since the last `take`."""
+        return bool(self._freed)
+
     def take(self) -> list[tuple[KvPool, torch.Tensor]]:
         """Return the slots that were freed since the last call, int64 [n] for each pool, on the allocator's device.
 

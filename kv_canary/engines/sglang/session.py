@@ -246,7 +246,7 @@ class Session:
 
     def note(self, forward_batch: Any, schedule_batch: Any) -> None:
         """Keep with a forward batch who the forward is of."""
-        with self._contain("noting the requests of a batch"):
+        with self._contain("noting the requests of a batch", allocates=False):
             composition = None
             if self._speculation is None and not beams.has_rows(schedule_batch):
                 composition = self._composer.compose(schedule_batch)
@@ -321,8 +321,8 @@ class Session:
             finally:
                 self.manager.close()
 
-    def _contain(self, part: str) -> AbstractContextManager[Any]:
-        return self.manager.guard.contain(part)
+    def _contain(self, part: str, *, allocates: bool = True) -> AbstractContextManager[Any]:
+        return self.manager.guard.contain(part, allocates=allocates)
 
     @contextlib.contextmanager
     def _following(self, what: str) -> Iterator[None]:
@@ -363,8 +363,12 @@ class Session:
 
     def _composed(self, forward_batch: Any) -> BatchRequests | None:
         """Return the requests of a forward in arrays; None: they have to be described one by one."""
-        with self._contain("describing a forward"), contextlib.suppress(batches.UnknownKindError):
-            return compose.requests_of(forward_batch, lookahead=self._lookahead)
+        with self._contain("describing a forward"):
+            try:
+                return compose.requests_of(forward_batch, lookahead=self._lookahead)
+            except batches.UnknownKindError:
+                # Of none of its requests, or of some: that is told where they are described.
+                return None
         return None
 
     def _repeat(self, watched: SingleForwardManager, runner: Any, forward_batch: Any, requests: BatchRequests) -> bool:
@@ -373,13 +377,10 @@ class Session:
             return False
         slots = forward_batch.out_cache_loc
         try:
-            if not watched.repeat(requests, out_slots=lambda: self._out_slots(runner, slots[: requests.num_tokens])):
-                return False
-            watched.head()
+            return watched.repeat(requests, out_slots=lambda: self._out_slots(runner, slots[: requests.num_tokens]))
         except BaseException:
             watched.abort()
             raise
-        return True
 
     def _begin(self, watched: SingleForwardManager, batch: ForwardBatch) -> None:
         failures = self.manager.guard.failures.total()
@@ -405,7 +406,7 @@ class Session:
 
     def _given(self, watched: SingleForwardManager, runner: Any, forward_batch: Any, result: Any) -> ModelInputs | None:
         """Return what the model has read, in place where a graph of the decode's has; None: as it was described."""
-        with self._contain("reading what the model was given"):
+        with self._contain("reading what the model was given", allocates=False):
             given = self._graphs.inputs_of(runner, result, watched.groups)
             if given is None and watched.repeats:
                 given = self._inputs(runner, forward_batch)
@@ -519,6 +520,8 @@ class Session:
         return {g.name: slots if g.lut is None else g.lut[slots] for g in self._groups[runner]}
 
     def _retire_freed(self) -> None:
+        if not self._lifetime.has_freed:
+            return
         with self._following("what was freed"):
             for pool, slots in self._lifetime.take():
                 self.manager.retire(pool, slots)

@@ -1,0 +1,63 @@
+"""The retirement of freed slots: a launch between two forwards, replayed where it comes at every step."""
+
+from __future__ import annotations
+
+import torch
+
+from kv_canary import ops
+from kv_canary.constants import OWNER_MASK
+from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.pools import KvPool
+from kv_canary.runtime.replays import round_up, rounded
+
+# Slots of a launch that may be replayed.
+MOST_REPLAYED = 4096
+
+
+class Retirement:
+    """Marks the records of freed slots.
+
+    Args:
+        context: of the canary.
+    """
+
+    def __init__(self, context: CanaryContext) -> None:
+        self._context, self._replays = context, context.new_replays()
+        # Slots that are retired by a replay, 0 (which has no record) behind them.
+        self._slots = torch.zeros(MOST_REPLAYED, dtype=torch.int64, device=context.device)
+
+    def retire(self, pool: KvPool, slots: torch.Tensor, *, owner: int) -> None:
+        """Mark the records of int64 `slots` of `pool`, which lie on the canary's device, as freed by `owner`."""
+        count = len(slots)
+        if owner or count > MOST_REPLAYED or not self._replays.rounds_up:
+            self._launch(pool, slots, owner)
+            return
+        room = round_up(count, MOST_REPLAYED)
+        padded = self._slots[:room]
+        padded[:count] = slots
+        if count < room:
+            padded[count:] = 0
+        # The step is brought there before, outside of any graph.
+        step = self._context.state.step
+        self._replays.run((pool, room, step.data_ptr()), lambda: self._launch(pool, padded, 0))
+
+    def warm_up(self) -> None:
+        """Retire nothing, by every launch that may be made for some slots, so that all kernels are compiled."""
+        nowhere = torch.zeros(MOST_REPLAYED + 1, dtype=torch.int64, device=self._context.device)
+        for pool in self._context.pools:
+            for count in [*rounded(MOST_REPLAYED), MOST_REPLAYED + 1]:
+                self._launch(pool, nowhere[:count], 0)
+
+    def forget_graphs(self) -> None:
+        """Destroy the graphs that launches are replayed from."""
+        self._replays.forget()
+
+    def _launch(self, pool: KvPool, slots: torch.Tensor, owner: int) -> None:
+        ops.retire(
+            slots=slots,
+            # The bits that a record holds; a larger number would be another kind of argument to the kernel.
+            owner=owner & OWNER_MASK,
+            step=self._context.state.step,
+            records=pool.buffers,
+            backend=self._context.backend,
+        )
