@@ -68,7 +68,8 @@ class CanaryDeviceState:
         self.head_writes = torch.zeros_like(self.counters)
         # Of the step: known on the host, and brought to the device where something other than a forward asks for it.
         self.number = 0
-        self._step, self._step_there = torch.zeros(1, dtype=torch.int64, device=device), 0
+        self._own_step = self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._step_there = 0
         self.anchors = torch.full((max_rows,), ANCHOR, dtype=torch.int64, device=device)
         self.tails = {o: Tails(max_rows=max_rows, offset=o, device=device) for o in sorted(set(offsets))}
         self.token_pool: torch.Tensor | None = None
@@ -92,9 +93,13 @@ class CanaryDeviceState:
     def step(self) -> torch.Tensor:
         """The step number, int64 [1]."""
         if self._step_there != self.number:
-            self._step_there = self.number
+            self._step, self._step_there = self._own_step, self.number
             self._step.fill_(self.number)
         return self._step
+
+    def take_step(self, there: torch.Tensor) -> None:
+        """Take in that int64 `there` [1] holds the step number, and will as long as it is the number."""
+        self._step, self._step_there = there, self.number
 
     def new_status(self) -> int:
         """Return the number of a status word that nobody has.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kv_canary.runtime.device_state import FIRST_STATUS, NUM_COUNTERS, VIOLATION_COUNT, CanaryDeviceState
+from kv_canary.runtime.host import pinned
 from kv_canary.specs.violation_row import ViolationRow
 
 
@@ -41,7 +42,7 @@ class Findings:
 @dataclass(kw_only=True, slots=True)
 class _Pending:
     step: int
-    sheet: _Sheet
+    sheet: Sheet
     statuses: Mapping[int, str]
     launches: Mapping[int, int] | None
 
@@ -61,20 +62,35 @@ class Drain:
 
     def __init__(self, state: CanaryDeviceState) -> None:
         self._state = state
-        self._spare: list[_Sheet] = []
+        self._spare: list[Sheet] = []
         self._pending: deque[_Pending] = deque()
         self.counters = [0] * NUM_COUNTERS
+        # The last step that was drained.
+        self.drained = 0
 
-    def push(self, step: int, statuses: Mapping[int, str], *, launches: Mapping[int, int] | None) -> None:
+    def new_sheet(self) -> Sheet:
+        """Return host memory for the words that stays with who asks, for `push`."""
+        return Sheet(self._state.words, is_kept=True)
+
+    def push(
+        self,
+        step: int,
+        statuses: Mapping[int, str],
+        *,
+        launches: Mapping[int, int] | None,
+        sheet: Sheet | None = None,
+    ) -> None:
         """Copy the step's words to the host, behind everything the step has launched.
 
         Args:
             step: its number.
             statuses: numbers of its status words, with the names of their groups; they stay as they are.
             launches: see `StepWords`; likewise.
+            sheet: what the words have been copied to by a launch; None: they are copied now.
         """
-        sheet = self._spare.pop() if self._spare else _Sheet(self._state.words)
-        sheet.words.copy_(self._state.words, non_blocking=True)
+        if sheet is None:
+            sheet = self._spare.pop() if self._spare else Sheet(self._state.words)
+            sheet.copy()
         if sheet.arrived is not None:
             sheet.arrived.record()
         self._pending.append(_Pending(step=step, sheet=sheet, statuses=statuses, launches=launches))
@@ -91,7 +107,9 @@ class Drain:
                 elif not first.sheet.arrived.query():
                     break
             self._pending.popleft()
-            self._spare.append(first.sheet)
+            if not first.sheet.is_kept:
+                self._spare.append(first.sheet)
+            self.drained = first.step
             words = first.sheet.values[: VIOLATION_COUNT + 1].tolist()
             found |= words.pop() > 0
             self.counters = words
@@ -128,11 +146,20 @@ class Drain:
             pending.sheet.values[VIOLATION_COUNT] = 0
 
 
-class _Sheet:
-    """Host memory for the words, pinned for a GPU, with the event behind their arrival."""
+class Sheet:
+    """Host memory for the words, pinned for a GPU, with the event behind their arrival.
 
-    def __init__(self, words: torch.Tensor) -> None:
-        self.words = torch.zeros(words.shape, dtype=words.dtype, device="cpu", pin_memory=words.is_cuda)
-        self.values = self.words.numpy()
+    Args:
+        words: what is copied, on the device.
+        is_kept: whether it stays with who asked for it.
+    """
+
+    def __init__(self, words: torch.Tensor, *, is_kept: bool = False) -> None:
+        self._there, self._here = words, pinned(len(words), words.device)
+        self.is_kept, self.values = is_kept, self._here.numpy()
         self.statuses = self.values[FIRST_STATUS:].view("int32")
         self.arrived = torch.Event(words.device) if words.is_cuda else None
+
+    def copy(self) -> None:
+        """Copy the words, without waiting for them."""
+        self._here.copy_(self._there, non_blocking=True)

@@ -14,18 +14,22 @@ import torch
 
 from kv_canary import ops
 from kv_canary.errors import must_be
+from kv_canary.output import logger
 from kv_canary.runtime.batch import ForwardBatch, ModelInputs, VerifiedEntries, num_read
 from kv_canary.runtime.composition import BatchRequests, ForwardRequest, Int64s
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.device_state import MOST_REPLAYED
-from kv_canary.runtime.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, Shape
+from kv_canary.runtime.drain import Sheet
+from kv_canary.runtime.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, LastPosted, Shape
 from kv_canary.runtime.pools import BufferGroup
-from kv_canary.runtime.repetition import Repetition
+from kv_canary.runtime.repetition import Lap, Repetition, new_laps
 from kv_canary.runtime.replays import layout_of, round_up, rounded
 from kv_canary.runtime.steps import Steps
 from kv_canary.runtime.tails import Advance
 from kv_canary.specs.structures import WritePlan
 
+# Shapes whose repetitions' launches are kept.
+_MOST_LAPS = 32
 # The requests of a forward that nothing is known of, or that is none.
 _NOBODY = BatchRequests.of(())
 
@@ -93,7 +97,7 @@ class SingleForwardManager:
         self._batch: ForwardBatch | None = None
         self.groups = tuple(groups)
         self._parts = {part: f"forward {name}: {part}" for part in ("begin", "HEAD", "TAIL", "end")}
-        self._inputs = ForwardInputs(context.limits, context.device)
+        self._inputs = ForwardInputs(context)
         self._launches = [
             GroupLaunches(
                 context,
@@ -123,6 +127,9 @@ class SingleForwardManager:
         self._written: Callable[[], Mapping[str, torch.Tensor]] = dict
         # The number of the composition of the last forward, and what brought its rows up.
         self._composed = 0
+        # The launches of repetitions, by what they are launched on; and what TAIL has copied a step's words to.
+        self._laps: dict[Hashable, Sequence[Lap]] = {}
+        self._sheet: Sheet | None = None
         self._advanced: Advance | None = None
         self._replays = context.new_replays()
         # Captures that failed: their graphs have no HEAD and TAIL, or not both.
@@ -354,7 +361,7 @@ class SingleForwardManager:
         self._phase = Phase.IDLE
 
     def _begin(self, batch: ForwardBatch, captured: CapturedForward | None) -> None:
-        self._repetition, self._is_repeated = None, False
+        self._repetition, self._is_repeated, self._sheet = None, False, None
         self._expect(Phase.IDLE, "begin")
         self._steps.expect_idle(f"forward {self.name}: begin")
         self._check(batch, captured)
@@ -497,6 +504,7 @@ class SingleForwardManager:
             repetition = self._repetition
             if repetition is not None and given is repetition.given:
                 repetition.tail()
+                self._sheet = repetition.sheet
             else:
                 self._repetition = None
                 if self._is_late and self._batch is not None:
@@ -578,7 +586,8 @@ class SingleForwardManager:
                 if not self._is_repeated:
                     self._repetition = self._new_repetition()
                 self._is_late = self._is_repeated = False
-                self._steps.end_forward(self, self._batch)
+                sheet, self._sheet = self._sheet, None
+                self._steps.end_forward(self, self._batch, sheet=sheet)
             except BaseException:
                 self._steps.abort_forward(self)
                 raise
@@ -593,23 +602,42 @@ class SingleForwardManager:
         before, self._composed = self._composed, batch.arrays.composition.number
         if before != self._composed or shape.has_pending or shape.expects_tokens or self.inner:
             return None
-        head = self._replays.settled(("head", *self._key(None)), self._launch_head)
-        tail = self._replays.settled(("tail", *self._key(given)), self._launch_tail)
-        if head is None or tail is None:
+        keys = ("head", *self._key(None)), ("tail", *self._key(given))
+        if not all(map(self._replays.is_settled, keys)):
+            return None
+        last = self._inputs.last
+        laps = self._laps.get(key := (*keys, len(last.values)))
+        if laps is None:
+            if len(self._laps) >= _MOST_LAPS:
+                self._laps.clear()
+            laps = self._laps[key] = self._new_laps(last)
+        if not laps:
             return None
         return Repetition(
             self.context,
             self._steps,
             self,
-            self._inputs,
+            laps=laps,
+            last=last,
+            step=self._inputs.step,
             requests=batch.arrays,
             batch=batch,
             given=given,
             rooms=self.entry_capacities,
             advance=self._advanced,
-            head=head,
-            tail=tail,
         )
+
+    def _new_laps(self, last: LastPosted) -> Sequence[Lap]:
+        """Return the launches of forwards that repeat the last one; none where they cannot be captured."""
+        # What a capture calls launches what was launched before.
+        self._advance = self._advanced
+        try:
+            return new_laps(self._replays, self._steps, last, head=self._launch_head, tail=self._launch_tail)
+        except Exception:
+            logger.exception("kv-canary: forward %s: a graph could not be captured; steps go on without", self.name)
+            return ()
+        finally:
+            self._advance = None
 
     def abort(self) -> None:
         """Give up a forward that raised; what it had found so far is kept."""
@@ -638,6 +666,8 @@ class SingleForwardManager:
 
     def forget_graphs(self) -> None:
         """Destroy the graphs that HEAD and TAIL are replayed from."""
+        self._repetition = None
+        self._laps.clear()
         self._replays.forget()
 
     def verified(self, group: str, *, first: int = 0, end: int | None = None) -> VerifiedEntries:
@@ -780,7 +810,7 @@ class SingleForwardManager:
             return
         wrong = (prefix < 0) | (requests.extend < 0)
         if number != self._checked:
-            if len(np.unique(rows)) != len(rows):
+            if len(set(rows.tolist())) != len(rows):
                 expected = "different for every request"
                 raise ValueError(must_be(f"forward {self.name}", "rows", expected, str(rows.tolist())))
             wrong |= (rows <= 0) | (rows >= self.context.limits.max_rows)

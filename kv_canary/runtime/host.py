@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,35 +68,24 @@ class Mailbox:
             values[start:last] = column
             if last < end:
                 values[last:end] = 0
-        self._cut_last = cut
-        self._send(sheet, cut)
-        return cut.views
-
-    def post_again(self, columns: Iterable[tuple[int, Numbers]]) -> None:
-        """Send what was posted last, to the same views, with other numbers in some of them.
-
-        Args:
-            columns: numbers of views, and what they hold now: as many numbers as before.
-
-        Raises:
-            RuntimeError: nothing was posted yet.
-        """
-        cut = self._cut_last
-        if cut is None:
-            raise RuntimeError("kv-canary: Mailbox: something must have been posted before, got nothing")
-        values, sheet = self._sheets[-1].values, self._free(cut.total)
-        if sheet.values is not values:
-            sheet.values[: cut.total] = values[: cut.total]
-        for number, column in columns:
-            start, _ = cut.places[number]
-            sheet.values[start : start + len(column)] = column
-        self._send(sheet, cut)
-
-    def _send(self, sheet: _Sheet, cut: _Cut) -> None:
         cut.whole.copy_(sheet.host[: cut.total], non_blocking=True)
         if sheet.sent is not None:
             sheet.sent.record()
         self._sheets.append(sheet)
+        self._cut_last = cut
+        return cut.views
+
+    @property
+    def last(self) -> Posted:
+        """What was posted last.
+
+        Raises:
+            RuntimeError: nothing was posted yet.
+        """
+        if self._cut_last is None:
+            raise RuntimeError("kv-canary: Mailbox: something must have been posted before, got nothing")
+        total = self._cut_last.total
+        return Posted(self._sheets[-1].values[:total].copy(), self._cut_last.whole, self._cut_last.places)
 
     def _cut(self, lengths: tuple[int, ...]) -> _Cut:
         """Return how the buffer, which grows where it has to, is cut into views of these lengths."""
@@ -124,6 +113,14 @@ class Mailbox:
         return _Sheet(len(self.buffer), self.buffer.device)
 
 
+class Posted(NamedTuple):
+    """What a mailbox holds: a copy of the numbers, the tensor that they lie in, and first and last of each view."""
+
+    values: npt.NDArray[np.int64]
+    whole: torch.Tensor
+    places: Sequence[tuple[int, int]]
+
+
 class _Cut(NamedTuple):
     """A way to cut a buffer: words in all, first and last of each view, the words, and the views."""
 
@@ -133,12 +130,17 @@ class _Cut(NamedTuple):
     views: list[torch.Tensor]
 
 
+def pinned(words: int, device: torch.device) -> torch.Tensor:
+    """Return int64 [words] on the host, zeroed, which copies to and from `device` need not wait for."""
+    return torch.zeros(words, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+
+
 class _Sheet:
     """Pinned memory, and the event behind the last copy out of it."""
 
     def __init__(self, words: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
-        self.host = torch.zeros(words, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        self.host = pinned(words, device)
         self.values = self.host.numpy()
         # Not torch.cuda.Event, whose record() takes seven times as long.
         self.sent = torch.Event(device) if on_gpu else None

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kv_canary import ops
 from kv_canary.constants import HEAD_OF_CHAIN
 from kv_canary.runtime.batch import ModelInputs, VerifiedEntries
-from kv_canary.runtime.capacities import CanaryLimits
-from kv_canary.runtime.composition import BatchRequests, Int64s
+from kv_canary.runtime.composition import Int64s
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.device_state import MOST_REPLAYED
 from kv_canary.runtime.host import Mailbox, Numbers, let_go
@@ -61,6 +60,28 @@ class Lengths:
     extend: torch.Tensor
 
 
+class LastPosted(NamedTuple):
+    """What was posted of a decode step, and the places of the numbers that no two steps have alike.
+
+    Attributes:
+        values: int64 [words], all of it.
+        whole: int64 [words] on the device, where it is sent to.
+        prefix: the place of the first request's prefix.
+        strides: of its stride; None: there are none.
+        step: of the step's number.
+        flat: of the first token that brings a row up.
+        starts: of the first row's length before that.
+    """
+
+    values: Int64s
+    whole: torch.Tensor
+    prefix: int
+    strides: int | None
+    step: int
+    flat: int
+    starts: int
+
+
 class ForwardInputs:
     """What the host says of a forward, and what the model is given, where launches read it.
 
@@ -78,8 +99,9 @@ class ForwardInputs:
         known, expected: int64 [max_tokens] that it should be given: what is known of it, -1 elsewhere; and all of it.
     """
 
-    def __init__(self, limits: CanaryLimits, device: torch.device) -> None:
-        n, t = limits.max_requests, limits.max_tokens
+    def __init__(self, context: CanaryContext) -> None:
+        n, t, device = context.limits.max_requests, context.limits.max_tokens, context.device
+        self._state = context.state
         # It never grows: graphs keep its address.
         self._mailbox = Mailbox(device, words=(_NUMBER_COLUMNS + 3) * (n + 2) + MOST_REPLAYED + 4)
         self.is_pending = torch.zeros(n, dtype=torch.bool, device=device)
@@ -91,7 +113,6 @@ class ForwardInputs:
         self.in_place: ModelInputs | None = None
         self._posted: Sequence[torch.Tensor] = ()
         self._names: tuple[str, ...] = ()
-        self._place: dict[str, int] = {}
         self.arriving: Lengths | None = None
 
     def post(
@@ -116,48 +137,41 @@ class ForwardInputs:
             advances: tokens and requests of that launch, with what is padding: requests of row 0.
         """
         lists: tuple[Numbers, ...] = ()
-        widths = [requests] * len(numbers) + [2, 2]
+        widths = [2, 2] + [requests] * len(numbers)
         if advance is not None:
             lists = advance.flat, advance.offsets, advance.rows, advance.starts
             flat, its = advances
             widths += [flat, its + 1, its, its]
-        posted = self._mailbox.post(*numbers.values(), (int(check_positions),), (step,), *lists, widths=widths)
+        # First what lies in the same place whatever the sizes are.
+        posted = self._mailbox.post((int(check_positions),), (step,), *numbers.values(), *lists, widths=widths)
         names = tuple(numbers)
-        if posted is self._posted and names == self._names:
-            # It lies where it lay before.
-            return
-        self._posted, self._names = posted, names
-        there = dict(zip(numbers, posted, strict=False))
-        self._place = {name: number for number, name in enumerate(names)}
+        # It mostly lies where it lay before.
+        if posted is not self._posted or names != self._names:
+            self._posted, self._names = posted, names
+            self._find(posted)
+        self._state.take_step(self.step)
+
+    def _find(self, posted: Sequence[torch.Tensor]) -> None:
+        """Take in where it lies."""
+        check, at, *rest = posted
+        self.step, self.check_positions = at[:1], check.view(torch.int32)[:1]
+        there = dict(zip(self._names, rest, strict=False))
+        self.advance = rest[len(there) :]
         self.rows, self.owners = there["rows"], there["owners"]
         self.lengths = Lengths(prefix=there["prefix"], extend=there["extend"])
         self.known_lens, self.strides = there.get("known_lens", there["prefix"]), there.get("strides")
         if "there" in there:
             self.arriving = Lengths(prefix=there["there"], extend=there["from_there"])
-        check, at = posted[len(numbers) : len(numbers) + 2]
-        self.advance, self.step, self.check_positions = posted[len(numbers) + 2 :], at[:1], check.view(torch.int32)[:1]
 
-    def post_again(
-        self, requests: BatchRequests, *, strides: Int64s, newest: Int64s, starts: Int64s, step: int
-    ) -> None:
-        """Send what has changed of a batch whose other numbers are those that were posted last.
-
-        Args:
-            requests: of the batch; only their prefixes have changed.
-            strides: of each.
-            newest, starts: the tokens that bring rows up, one each, and where they go.
-            step: its number.
-        """
-        place, last = self._place, len(self._names)
-        columns: list[tuple[int, Numbers]] = [
-            (place["prefix"], requests.prefix),
-            (last + 1, (step,)),
-            (last + 2, newest),
-            (last + 5, starts),
-        ]
-        if self.strides is not None:
-            columns.append((place["strides"], strides))
-        self._mailbox.post_again(columns)
+    @property
+    def last(self) -> LastPosted:
+        """What was posted last, an advance among it, and where the numbers lie that no two steps have alike."""
+        posted = self._mailbox.last
+        starts = [start for start, _ in posted.places]
+        _, step, *rest = starts
+        of = dict(zip(self._names, rest, strict=False))
+        flat, _, _, begins = rest[len(of) :]
+        return LastPosted(posted.values, posted.whole, of["prefix"], of.get("strides"), step, flat, begins)
 
     def mark_pending(self) -> None:
         """Set `is_pending`."""

@@ -74,12 +74,17 @@ class Replays:
             launch()
             self._count(key, launch)
 
-    def settled(self, key: Hashable, launch: Launch) -> Launch | None:
-        """Return what does the same as `run` with these from now on; None: it has not come often enough.
+    def is_settled(self, key: Hashable) -> bool:
+        """Whether launches of this key have come so often that they are not captured any more."""
+        return self._capture is None or key in self._graphs
 
-        Not to be called while a stream is captured.
+    def settle(self, launch: Launch) -> Launch:
+        """Return what launches the same from now on; all of its kernels must have run before.
+
+        Raises:
+            Exception: whatever a capture raises.
         """
-        return launch if self._capture is None else self._graphs.get(key)
+        return launch if self._capture is None else self._capture(launch)
 
     def _count(self, key: Hashable, launch: Launch) -> None:
         runs = self._runs.pop(key, 0) + 1

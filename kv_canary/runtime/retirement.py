@@ -23,8 +23,8 @@ class Retirement:
 
     def __init__(self, context: CanaryContext) -> None:
         self._context, self._replays = context, context.new_replays()
-        # Slots that are retired by a replay, 0 (which has no record) behind them.
-        self._slots = torch.zeros(MOST_REPLAYED, dtype=torch.int64, device=context.device)
+        # Slots that are retired by a replay, and how many of the first may be others than 0, which has no record.
+        self._slots, self._dirty = torch.zeros(MOST_REPLAYED, dtype=torch.int64, device=context.device), 0
 
     def retire(self, pool: KvPool, slots: torch.Tensor, *, owner: int) -> None:
         """Mark the records of int64 `slots` of `pool`, which lie on the canary's device, as freed by `owner`."""
@@ -34,9 +34,10 @@ class Retirement:
             return
         room = round_up(count, MOST_REPLAYED)
         padded = self._slots[:room]
-        padded[:count] = slots
-        if count < room:
-            padded[count:] = 0
+        padded[:count].copy_(slots)
+        if count < min(room, self._dirty):
+            padded[count:].zero_()
+        self._dirty = count if self._dirty <= room else self._dirty
         # The step is brought there before, outside of any graph.
         step = self._context.state.step
         self._replays.run((pool, room, step.data_ptr()), lambda: self._launch(pool, padded, 0))

@@ -18,7 +18,7 @@ from kv_canary.runtime.batch import ForwardBatch, WatchedForward, relied_on
 from kv_canary.runtime.budget import Budget
 from kv_canary.runtime.composition import BatchRequests, Int64s
 from kv_canary.runtime.context import CanaryContext
-from kv_canary.runtime.drain import Drain, Findings
+from kv_canary.runtime.drain import Drain, Findings, Sheet
 from kv_canary.runtime.history import StepRecord
 from kv_canary.runtime.pools import KvPool
 from kv_canary.runtime.sweep import Sweeper
@@ -161,6 +161,15 @@ class Steps:
         return True
 
     @property
+    def drained(self) -> int:
+        """Number of the last drained step."""
+        return self._drain.drained
+
+    def new_sheet(self) -> Sheet:
+        """Return what a launch may copy a step's words to, for `end_forward`."""
+        return self._drain.new_sheet()
+
+    @property
     def shows_forwards(self) -> bool:
         """Whether anybody looks at forwards when they are over."""
         return self.perturber is not None or self._ranks is not None or self._accounts.shows_forwards
@@ -178,8 +187,13 @@ class Steps:
                 batch, step=self.context.step, checks_inputs=checks_inputs, cached=self._sweeper.cached
             )
 
-    def end_forward(self, forward: WatchedForward, batch: ForwardBatch | None) -> None:
-        """Take in what a forward launched. Who calls takes what is raised to `abort_forward`."""
+    def end_forward(self, forward: WatchedForward, batch: ForwardBatch | None, *, sheet: Sheet | None = None) -> None:
+        """Take in what a forward launched. Who calls takes what is raised to `abort_forward`.
+
+        Args:
+            forward, batch: what is over.
+            sheet: what a launch has copied the step's words to.
+        """
         step, self._running = self._open, None
         if step is None:
             raise RuntimeError("kv-canary: a step must be under way, got none")
@@ -200,7 +214,7 @@ class Steps:
             step.statuses = {**step.statuses, **forward.groups_of_statuses}
             step.launches = Counter(step.launches) + Counter(forward.launches)
         if not self._explicit:
-            self._end_step()
+            self._end_step(sheet)
 
     def skip_forward(self, forward: WatchedForward, out_slots: Mapping[str, torch.Tensor]) -> None:
         """Take in that a forward goes by unwatched, and mark what it writes; never raises."""
@@ -279,7 +293,7 @@ class Steps:
         self._open = self._accounts.begin_step(state.number, stride=self.budget.stride)
         return self._open
 
-    def _end_step(self) -> None:
+    def _end_step(self, sheet: Sheet | None = None) -> None:
         step, self._open = self._open, None
         if step is None:
             return
@@ -292,7 +306,8 @@ class Steps:
                 with self.context.guard.contain("a sweep"):
                     self.sweep()
         finally:
-            self._drain.push(step.number, step.statuses, launches=None if step.broken else step.launches)
+            launches = None if step.broken else step.launches
+            self._drain.push(step.number, step.statuses, launches=launches, sheet=sheet)
 
     def _end_explicit(self, *, complete: bool) -> None:
         """End the step that `one_step` began; a forward that is still under way is given up, and told of."""

@@ -390,7 +390,7 @@ def test_a_failure_inside_a_repetition_goes_by_unwatched_and_no_further(
 
     with monkeypatch.context() as patch:
         if part == "begin":
-            patch.setattr(forward._inputs, "post_again", fails)
+            patch.setattr(engine.manager.state, "went_on", fails)
         elif part == "end":
             patch.setattr(engine.manager._steps, "_end_step", fails)
         else:

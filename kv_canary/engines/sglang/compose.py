@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, getitem
 from typing import Any
@@ -14,6 +15,8 @@ from kv_canary.engines.sglang import batches
 from kv_canary.engines.sglang.identities import Identities
 from kv_canary.runtime.composition import BatchRequests, Composition, Int64s
 
+# Lists of requests whose prompts' lengths are remembered: those that prefill and those that decode, now and before.
+_MOST_LISTS = 4
 _PROMPT, _OUTPUT = attrgetter("origin_input_ids"), attrgetter("output_ids")
 
 
@@ -21,9 +24,22 @@ class Requests:
     """What the canary asks of SGLang's requests."""
 
     def __init__(self) -> None:
-        # The requests that were asked of last, and the lengths of their prompts.
-        self._members: Sequence[Any] = ()
-        self._prompts: Int64s = np.zeros(0, np.int64)
+        # Lists of requests, by their addresses, and the lengths of their prompts, which stay as they are.
+        self._prompts: OrderedDict[int, tuple[Sequence[Any], Int64s]] = OrderedDict()
+
+    def prompts(self, members: Sequence[Any]) -> Int64s:
+        """Return the lengths of the prompts of a list of requests that never changes."""
+        known = self._prompts.get(id(members))
+        if known is not None and known[0] is members:
+            return known[1]
+        return self.know(members, np.fromiter(map(len, map(_PROMPT, members)), np.int64, len(members)))
+
+    def know(self, members: Sequence[Any], prompts: Int64s) -> Int64s:
+        """Take in, and return, the lengths of the prompts of a list of requests."""
+        self._prompts[id(members)] = members, prompts
+        if len(self._prompts) > _MOST_LISTS:
+            self._prompts.popitem(last=False)
+        return prompts
 
     def name(self, member: Any) -> str:
         """Return SGLang's `rid`."""
@@ -36,26 +52,19 @@ class Requests:
 
     def newest(self, members: Sequence[Any], ends: Int64s) -> Int64s | None:
         """Return the own token before each end; None where the host has not got one of them yet."""
-        if members is not self._members:
-            # Prompts stay as they are, as long as the list does.
-            self._members, self._prompts = members, np.fromiter(map(len, map(_PROMPT, members)), np.int64, len(members))
-        at = ends - 1 - self._prompts
+        at = ends - 1 - self.prompts(members)
+        texts = list(map(_OUTPUT, members))
+        for i in np.flatnonzero(at < 0).tolist():
+            # From behind.
+            texts[i] = _PROMPT(members[i])
         try:
-            if (at < 0).any():
-                return np.fromiter(map(_token, members, at.tolist()), np.int64, len(members))
-            return np.fromiter(map(getitem, map(_OUTPUT, members), at.tolist()), np.int64, len(members))
+            return np.fromiter(map(getitem, texts, at.tolist()), np.int64, len(members))
         except IndexError:
             return None
 
     def discarded(self, member: Any, length: int) -> bool:
         """Whether a request finished without the token that was sampled behind its first `length` ones."""
         return batches.was_discarded(member, length)
-
-
-def _token(req: Any, at: int) -> int:
-    """Return a request's generated token number `at`; below 0 those of its prompt, from behind."""
-    token: int = _OUTPUT(req)[at] if at >= 0 else _PROMPT(req)[at]
-    return token
 
 
 class Composer:
@@ -78,32 +87,42 @@ class Composer:
         mine, other = (self._decoding, self._others) if decodes else (self._others, self._decoding)
         if mine.composition is not None and reqs == mine.reqs and _is(mine.composition.rows, mirror):
             return mine.composition
-        rows, owners, identities = (np.zeros(len(reqs), np.int64) for _ in range(3))
-        is_new = np.ones(len(reqs), np.bool_)
-        for known in (other, mine):
-            if known.composition is not None:
-                place = np.fromiter(map(known.index.get, reqs, repeat(-1)), np.int64, len(reqs))
+        rows, owners, identities, prompts = (np.zeros(len(reqs), np.int64) for _ in range(4))
+        unknown = np.arange(len(reqs))
+        for known in (mine, other):
+            if known.composition is not None and len(unknown):
+                asked = reqs if len(unknown) == len(reqs) else [reqs[i] for i in unknown.tolist()]
+                place = np.fromiter(map(known.index.get, asked, repeat(-1)), np.int64, len(asked))
                 old = place >= 0
-                is_new &= ~old
-                for values, column in (
-                    (rows, known.composition.rows),
-                    (owners, known.composition.owners),
-                    (identities, known.composition.identities),
-                ):
-                    values[old] = column[place[old]]
+                at, place = unknown[old], place[old]
+                rows[at] = known.composition.rows[place]
+                owners[at] = known.composition.owners[place]
+                identities[at] = known.composition.identities[place]
+                prompts[at] = self._source.prompts(known.composition.members)[place]
+                unknown = unknown[~old]
         # A request that was put off has another row when it comes again.
-        moved = np.ones_like(is_new) if not _is(rows, mirror) else is_new
-        for i in np.flatnonzero(moved).tolist():
-            row = batches.row_of(reqs[i])
-            if row is None:
-                return None
-            rows[i] = row
-        for i in np.flatnonzero(is_new).tolist():
+        new = unknown.tolist()
+        if not self._read_rows(reqs, rows, new):
+            return None
+        if not _is(rows, mirror) and not self._read_rows(reqs, rows, range(len(reqs))):
+            return None
+        for i in new:
             owners[i] = self._owners.owner(reqs[i])
             identities[i] = np.uint64(self._identities.of(reqs[i])).astype(np.int64)
+            prompts[i] = len(_PROMPT(reqs[i]))
         composition = Composition(reqs, rows=rows, owners=owners, identities=identities, source=self._source)
+        self._source.know(composition.members, prompts)
         mine.take(reqs, composition)
         return composition
+
+    def _read_rows(self, reqs: Sequence[Any], rows: Int64s, which: Iterable[int]) -> bool:
+        """Set the rows of some requests; return False where one has none that the adapter knows."""
+        for i in which:
+            row = batches.row_of(reqs[i])
+            if row is None:
+                return False
+            rows[i] = row
+        return True
 
     def forget(self) -> None:
         """Compose the next batch from nothing."""

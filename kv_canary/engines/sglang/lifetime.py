@@ -85,12 +85,14 @@ class Lifetime:
         """
         freed, self._freed = self._freed, {}
         result = []
+        stream = None
         for half, parts in freed.items():
             for part in parts:
                 if part.is_cuda:
                     # It was made on the scheduler's stream.
-                    part.record_stream(torch.cuda.current_stream(part.device))
-            slots = torch.cat(parts)
+                    stream = torch.cuda.current_stream(part.device) if stream is None else stream
+                    part.record_stream(stream)
+            slots = torch.cat(parts) if len(parts) > 1 else parts[0]
             result += [(pool, slots) for pool in self._pools[half]]
         return result
 
