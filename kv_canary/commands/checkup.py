@@ -16,11 +16,13 @@ import torch
 from kv_canary.backends import interpreting
 from kv_canary.commands.places import problems_of
 from kv_canary.commands.probe import probe, probe_apart
+from kv_canary.commands.trial import measure_cost
 from kv_canary.config import CanaryConfig, other_parts
 from kv_canary.engines.sglang import hooks
 from kv_canary.engines.transformers_layouts import layout_class
 from kv_canary.perturb import PerturbConfig
 from kv_canary.reports.versions import installed, versions
+from kv_canary.runtime.cost import CanaryCost
 from kv_canary.settings import ENVIRONMENT, read_settings
 
 ENGINES = ("transformers", "sglang", "vllm")
@@ -65,6 +67,7 @@ class Checkup:
         engines: which are there and supported.
         environment: the variables that are kv-canary's.
         config: as the environment gives it, JSON-ready; None where it is in error.
+        cost: what a decode step of a canary costs here, without an engine; None: it could not be measured.
         covered, not_covered: what a canary so configured sees, and what none does.
         warnings: what is on and may surprise.
         problems: what was asked for and is missing or wrong.
@@ -76,6 +79,7 @@ class Checkup:
     engines: tuple[EngineCheck, ...]
     environment: dict[str, str]
     config: dict[str, Any] | None
+    cost: CanaryCost | None
     covered: tuple[str, ...]
     not_covered: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -112,6 +116,7 @@ def check_up(
         engines=found,
         environment={name: text for name, text in sorted(environ.items()) if name.startswith(ENVIRONMENT)},
         config=None if config is None else _plain(config),
+        cost=_cost(),
         covered=() if config is None else _covered(config),
         not_covered=NOT_COVERED,
         warnings=_warnings(config, perturb, engines),
@@ -251,6 +256,14 @@ def _warnings(config: CanaryConfig | None, perturb: PerturbConfig | None, engine
     if perturb is not None:
         warnings.append(f"faults are injected on purpose: {perturb.mode} (KV_CANARY_PERTURB_...)")
     return tuple(warnings)
+
+
+def _cost() -> CanaryCost | None:
+    try:
+        return measure_cost()
+    except Exception:
+        # What does not work here is told by the backends' own trials.
+        return None
 
 
 def _on(switch: bool) -> str:

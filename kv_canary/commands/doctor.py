@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kv_canary.commands.checkup import Checkup
+    from kv_canary.runtime.cost import CanaryCost
 
 
 @click.command()
@@ -58,6 +59,8 @@ def _show(found: Checkup, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from kv_canary.commands.trial import CACHED, REQUESTS
+
     def section(title: str, rows: list[tuple[str, str, str]]) -> None:
         table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
         for mark, name, words in rows:
@@ -83,6 +86,9 @@ def _show(found: Checkup, console: Console) -> None:
     )
     if given:
         console.print(Text("* from the environment\n", style="dim"))
+    section(
+        f"A decode step of {REQUESTS} requests with {CACHED} cached tokens each, without an engine", _cost(found.cost)
+    )
     section("Covered", [("", line.split(": ", 1)[0], line.split(": ", 1)[1]) for line in found.covered])
     section("Not visible to any slot checker", [("", "", line) for line in found.not_covered])
     for warning in found.warnings:
@@ -91,3 +97,15 @@ def _show(found: Checkup, console: Console) -> None:
         console.print(Text(f"problem: {problem}", style="bold red"))
     if not found.problems:
         console.print(Text("All that was asked for is here.", style="bold green"))
+
+
+def _cost(cost: CanaryCost | None) -> list[tuple[str, str, str]]:
+    from kv_canary.commands.trial import CACHED, REQUESTS
+
+    if cost is None:
+        return [("", "", "could not be measured")]
+    of = f"us, {REQUESTS} requests of {CACHED} tokens"
+    rows = [("", "the host's time", f"{cost.host_us:,.0f} {of}")]
+    if cost.device_us is not None:
+        rows.append(("", "the device's time", f"{cost.device_us:,.0f} {of}"))
+    return rows

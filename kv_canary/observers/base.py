@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kv_canary.ranks import RankReport
     from kv_canary.reports import ViolationReport
     from kv_canary.runtime.batch import ForwardBatch, WatchedForward
+    from kv_canary.runtime.cost import CanaryCost
     from kv_canary.runtime.summary import CanaryStatus
 
 
@@ -31,6 +32,7 @@ class StepFacts:
             two reasons counts under each.
         discarded: found so far in rows whose result the engine threw away.
         stride: how many steps a cached position waits for its turn at most.
+        cost: what a step takes, and the canary of it; None before the second step.
     """
 
     step: int
@@ -45,6 +47,7 @@ class StepFacts:
     found: Mapping[tuple[str, str], int]
     discarded: int
     stride: int
+    cost: CanaryCost | None = None
 
 
 class Observer:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kv_canary.ranks import RankReport
     from kv_canary.reports import ViolationReport
     from kv_canary.runtime.batch import ForwardBatch, WatchedForward
+    from kv_canary.runtime.cost import CanaryCost
 
 # A label's values, and the number that stands there.
 _Sample = tuple[tuple[str, ...], float]
@@ -80,6 +81,13 @@ class _Totals:
     def of_step(self, read: Callable[[StepFacts], float]) -> Iterator[_Sample]:
         if self.facts is not None:
             yield (), read(self.facts)
+
+    def of_cost(self, read: Callable[[CanaryCost], float | None]) -> Iterator[_Sample]:
+        """Yield what `read` says in microseconds, in seconds; nothing where it is not known."""
+        cost = None if self.facts is None else self.facts.cost
+        value = None if cost is None else read(cost)
+        if value is not None:
+            yield (), value / 1e6
 
     def found(self) -> Iterator[_Sample]:
         found = {} if self.facts is None else self.facts.found
@@ -191,6 +199,30 @@ METRICS = (
         kind="gauge",
         doc="How many steps a cached position waits for its turn at most.",
         read=lambda t: t.of_step(lambda facts: facts.stride),
+    ),
+    MetricSpec(
+        name="kv_canary_step_seconds",
+        kind="gauge",
+        doc="From one step to the next: the median of the last ones.",
+        read=lambda t: t.of_cost(lambda cost: cost.step_us),
+    ),
+    MetricSpec(
+        name="kv_canary_host_seconds",
+        kind="gauge",
+        doc="The host's time of a step that the canary and its adapter take: the median of the last ones.",
+        read=lambda t: t.of_cost(lambda cost: cost.host_us),
+    ),
+    MetricSpec(
+        name="kv_canary_device_seconds",
+        kind="gauge",
+        doc="The device's time of a step that the canary takes: the median of those timed last; absent on a CPU.",
+        read=lambda t: t.of_cost(lambda cost: cost.device_us),
+    ),
+    MetricSpec(
+        name="kv_canary_device_waits",
+        kind="gauge",
+        doc="1 where the device waits for the host at nearly every step, so that the host's time is what steps take.",
+        read=lambda t: t.of_cost(lambda cost: 1e6 * cost.device_waits),
     ),
     MetricSpec(
         name="kv_canary_last_step",

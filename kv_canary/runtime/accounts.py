@@ -16,6 +16,7 @@ from kv_canary.reports import CanaryViolationError, Decoder, Incident, Violation
 from kv_canary.reports.decode import reason_names
 from kv_canary.reports.reporter import IncidentReporter, most_telling
 from kv_canary.runtime.batch import ForwardBatch, WatchedForward
+from kv_canary.runtime.cost import Costs
 from kv_canary.runtime.drain import Findings, StepWords
 from kv_canary.runtime.guard import Guard
 from kv_canary.runtime.history import StepHistory, StepRecord
@@ -34,6 +35,7 @@ class Accounts:
         groups: the buffer groups.
         config: how to react.
         guard: takes in what callbacks and observers raise; none of it goes further.
+        costs: says what steps cost.
         rows: where owners come from, for their names; None if the engine has its own.
         on_report: called with every report that is written out.
         observers: told of every step and report.
@@ -45,6 +47,7 @@ class Accounts:
         *,
         config: CanaryConfig,
         guard: Guard,
+        costs: Costs,
         rows: OwnerNames | None,
         on_report: Callable[[ViolationReport], None] | None,
         observers: Sequence[Observer],
@@ -57,7 +60,8 @@ class Accounts:
         # They want to know of every step, and of most no more than its number.
         self._checks: list[HealthCheck] = []
         self.join(*observers)
-        self._config, self._guard, self._rows, self._on_report = config, guard, rows, on_report
+        self._config, self._guard, self._costs = config, guard, costs
+        self._rows, self._on_report = rows, on_report
         self._steps = StepHistory()
         # As reports call them: several groups where a tag is theirs alike.
         self._groups_of = {
@@ -218,6 +222,7 @@ class Accounts:
             unverified=unverified,
             failures=dict(self._guard.failures),
             dropped=OUTPUT.dropped,
+            cost=self._costs.cost,
         )
 
     def _summary_now(self) -> dict[str, Any]:
@@ -267,6 +272,7 @@ class Accounts:
             found=dict(self._found),
             discarded=self._discarded,
             stride=1 if record is None else record.stride,
+            cost=self._costs.cost,
         )
 
     def _tell_step(self, step: StepFacts) -> None:

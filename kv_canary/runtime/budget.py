@@ -14,6 +14,8 @@ from kv_canary.runtime.composition import BatchRequests, Int64s
 
 # Steps whose times are remembered, and that pass between two changes of the stride.
 _MEMORY = 16
+# Steps that were timed on the device and are remembered.
+_TIMINGS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,8 @@ class Budget:
         self._times: deque[float] = deque(maxlen=_MEMORY)
         self._entries: deque[int] = deque(maxlen=_MEMORY)
         self._since = 0
+        # Of steps that were timed: what they took beside their entries.
+        self._fixed: deque[float] = deque(maxlen=_TIMINGS)
 
     @property
     def may_skip(self) -> bool:
@@ -108,9 +112,15 @@ class Budget:
             self._since = 0
             self.stride = self._affordable(self.cost)
 
+    def add_timing(self, seconds: float, *, entries: float) -> None:
+        """Take in how long the device took in a step for so many entries: what the calibration has left out."""
+        if self.cost is not None:
+            self._fixed.append(max(0.0, seconds - entries * self.cost.entry))
+
     def _affordable(self, cost: StepCost) -> int:
         """Return the shortest stride, of those that are powers of two, with which the canary keeps to its target."""
-        room = self.target * statistics.median(self._times) - cost.fixed
+        fixed = statistics.median(self._fixed) if self._fixed else cost.fixed
+        room = self.target * statistics.median(self._times) - fixed
         stride = 1
         while 2 * stride <= self.longest and statistics.mean(self._entries) * cost.entry / stride > room:
             stride *= 2

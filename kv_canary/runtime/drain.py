@@ -68,6 +68,11 @@ class Drain:
         # The last step that was drained.
         self.drained = 0
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the words of every step have been drained: the device is done with all of them."""
+        return not self._pending
+
     def new_sheet(self) -> Sheet:
         """Return host memory for the words that stays with who asks, for `push`."""
         return Sheet(self._state.words, is_kept=True)

@@ -23,7 +23,7 @@ from kv_canary.runtime.drain import Sheet
 from kv_canary.runtime.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, LastPosted, Shape
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.repetition import Lap, Repetition, new_laps
-from kv_canary.runtime.replays import layout_of, round_up, rounded
+from kv_canary.runtime.replays import Launch, layout_of, round_up, rounded
 from kv_canary.runtime.steps import Steps
 from kv_canary.runtime.tails import Advance
 from kv_canary.specs.structures import WritePlan
@@ -330,7 +330,7 @@ class SingleForwardManager:
                 return False
             self._is_repeated, self._is_late, self._written, self._captured = True, True, out_slots, None
             self._batch, self._advance, self._phase = repetition.batch, repetition.advance, Phase.BEGUN
-            repetition.head()
+            self._timed(repetition.head)
             self._advance, self._phase = None, Phase.HEAD
         if part.failed:
             self._is_repeated, self._written = True, out_slots
@@ -483,7 +483,8 @@ class SingleForwardManager:
         with self.context.guard.contain(self._parts["HEAD"]) as part:
             self._expect(Phase.BEGUN, "head")
             self._copy_inputs(input_ids, positions)
-            self._replays.run(("head", *self._key(self._inputs.in_place)), self._launch_head)
+            key = ("head", *self._key(self._inputs.in_place))
+            self._timed(lambda: self._replays.run(key, self._launch_head))
             self._advanced, self._advance = self._advance, None
             self._phase = Phase.HEAD
         if part.failed:
@@ -503,17 +504,27 @@ class SingleForwardManager:
             self._expect(Phase.HEAD, "tail")
             repetition = self._repetition
             if repetition is not None and given is repetition.given:
-                repetition.tail()
+                self._timed(repetition.tail)
                 self._sheet = repetition.sheet
             else:
                 self._repetition = None
                 if self._is_late and self._batch is not None:
                     self._take_given(self._batch, given)
                 self._copy_inputs(input_ids, None)
-                self._replays.run(("tail", *self._key(self._inputs.in_place)), self._launch_tail)
+                key = ("tail", *self._key(self._inputs.in_place))
+                self._timed(lambda: self._replays.run(key, self._launch_tail))
             self._phase = Phase.TAIL
         if part.failed:
             self._skip_rest()
+
+    def _timed(self, launch: Launch) -> None:
+        """Launch, and let the device's time be taken in the steps in which it is."""
+        timer = self._steps.timer
+        if timer is None:
+            launch()
+            return
+        with timer.span():
+            launch()
 
     def _skip_rest(self) -> None:
         """Go on unwatched after HEAD or TAIL have failed."""

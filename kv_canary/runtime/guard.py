@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from time import perf_counter
 from types import TracebackType
 
 import torch
@@ -25,6 +26,8 @@ class Guard:
         redacts: whether texts of exceptions are left out of the log: they may name requests.
         contains: whether failures are contained; not so in raise mode. Tests and campaigns, which are to see them, set
             the attribute of this name.
+
+    All that the canary does while an engine serves is in such parts, and the guard's clock says how long it took.
     """
 
     def __init__(self, *, contains: bool, redacts: bool = False) -> None:
@@ -33,6 +36,8 @@ class Guard:
         self.failures: Counter[str] = Counter()
         # Whether the canary itself has failed since `take_touched`.
         self.touched = False
+        # How many parts the host is inside of, since when, and seconds that it was inside of any.
+        self.depth, self.since, self.spent = 0, 0.0, 0.0
 
     def contain(self, part: str, *, allocates: bool = True) -> Contained:
         """Return a context for a part of the canary: its failures go no further, in log mode.
@@ -86,6 +91,10 @@ class Contained:
         self.failed = False
 
     def __enter__(self) -> Contained:
+        guard = self._guard
+        if not guard.depth:
+            guard.since = perf_counter()
+        guard.depth += 1
         if self._mode is not None:
             self._mode.__enter__()
         return self
@@ -95,6 +104,10 @@ class Contained:
     ) -> bool:
         if self._mode is not None:
             self._mode.__exit__(kind, error, trace)
+        guard = self._guard
+        guard.depth -= 1
+        if not guard.depth:
+            guard.spent += perf_counter() - guard.since
         if error is None:
             return False
         self.failed = True

@@ -25,6 +25,7 @@ from kv_canary.runtime.cached import CachedSlots
 from kv_canary.runtime.calibration import measure_cost
 from kv_canary.runtime.capacities import CanaryLimits
 from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.cost import Costs
 from kv_canary.runtime.device_state import CanaryDeviceState
 from kv_canary.runtime.forward import SingleForwardManager
 from kv_canary.runtime.guard import Guard
@@ -86,12 +87,14 @@ class CanaryManager:
         budget = Budget(self.config, self.device, max_rows=limits.max_rows)
         if budget.chooses:
             budget.cost = measure_cost(context)
+        costs = Costs(self.config.overhead_target, on_gpu=self.device.type == "cuda")
         perturb = PerturbConfig.from_env() if perturb is None else perturb
         perturber = None if perturb is None else Perturber(perturb, self.groups)
         self.accounts = Accounts(
             self.groups,
             config=self.config,
             guard=self.guard,
+            costs=costs,
             rows=rows,
             on_report=on_report,
             observers=[*(() if self.is_off else observers_of(self.config)), *observers],
@@ -108,6 +111,7 @@ class CanaryManager:
             context,
             accounts=self.accounts,
             budget=budget,
+            costs=costs,
             unverified=unverified,
             sweeper=Sweeper(context, unverified, cached=cached or (lambda: ())),
             perturber=perturber,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -18,6 +18,7 @@ from kv_canary.runtime.batch import ForwardBatch, WatchedForward, relied_on
 from kv_canary.runtime.budget import Budget
 from kv_canary.runtime.composition import BatchRequests, Int64s
 from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.cost import TIMED_EVERY, Costs, DeviceTimer
 from kv_canary.runtime.drain import Drain, Findings, Sheet
 from kv_canary.runtime.history import StepRecord
 from kv_canary.runtime.pools import KvPool
@@ -38,6 +39,7 @@ class Steps:
         context: of the canary.
         accounts: takes in what is drained.
         budget: chooses what of a step is verified.
+        costs: takes in what steps cost.
         unverified: the slots of which the records say nothing.
         sweeper: verifies what no forward is about to read.
         perturber: injects faults; None: there are none.
@@ -50,6 +52,7 @@ class Steps:
         *,
         accounts: Accounts,
         budget: Budget,
+        costs: Costs,
         unverified: Unverified,
         sweeper: Sweeper,
         perturber: Perturber | None,
@@ -57,8 +60,14 @@ class Steps:
     ) -> None:
         self.context, self.budget, self.unverified = context, budget, unverified
         self.perturber = perturber
-        self._accounts, self._sweeper, self._ranks = accounts, sweeper, ranks
+        self._accounts, self._costs, self._sweeper, self._ranks = accounts, costs, sweeper, ranks
         self._drain = Drain(context.state)
+        self._times = context.device.type == "cuda"
+        # What times the launches of the step under way; the timings that are under way, with the steps' entries; and
+        # the host's time, as it was when the last step ended.
+        self.timer: DeviceTimer | None = None
+        self._timings: deque[tuple[DeviceTimer, float]] = deque()
+        self._spent, self._waited = 0.0, False
         self._open: StepRecord | None = None
         self._explicit = False
         # The forward between its begin and its end.
@@ -248,6 +257,8 @@ class Steps:
         with self.context.guard.contain("giving up a forward"):
             if self.perturber is not None:
                 self.perturber.restore()
+        # What was launched of it says nothing of a whole step.
+        self.timer = None
         if self._open is not None:
             self._open.broken = True
             if not self._explicit:
@@ -284,20 +295,38 @@ class Steps:
     def _begin_step(self) -> StepRecord:
         state = self.context.state
         tidies = state.number % _TIDY_EVERY == 0 and self.unverified.any_marked
-        self._take(self._drain.poll(wait=tidies))
+        findings = self._drain.poll(wait=tidies)
+        self._waited = self._drain.is_empty
+        self._take(findings)
         if tidies:
             self.unverified.tidy()
         if self._ranks is not None:
             self._ranks.begin(state.number + 1)
         state.number += 1
+        if self._times and state.number % TIMED_EVERY == 0:
+            self._time()
         self._open = self._accounts.begin_step(state.number, stride=self.budget.stride)
         return self._open
+
+    def _time(self) -> None:
+        """Take in the timings that are over, and let the launches of the step that begins be timed."""
+        while self._timings and (seconds := self._timings[0][0].seconds()) is not None:
+            _, entries = self._timings.popleft()
+            self._costs.add_timing(seconds)
+            self.budget.add_timing(seconds, entries=entries)
+        self.timer = DeviceTimer(self.context.device)
 
     def _end_step(self, sheet: Sheet | None = None) -> None:
         step, self._open = self._open, None
         if step is None:
             return
-        self.budget.observe(relied_on=step.relied_on, now=time.monotonic())
+        now, spent = time.monotonic(), self.context.guard.spent
+        self.budget.observe(relied_on=step.relied_on, now=now)
+        self._costs.observe(now=now, host=spent - self._spent, waited=self._waited)
+        self._spent = spent
+        if self.timer is not None:
+            self._timings.append((self.timer, step.relied_on / step.stride))
+            self.timer = None
         every = self.context.config.sweep_every
         try:
             if self._ranks is not None:

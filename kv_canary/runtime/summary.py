@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
+from kv_canary.runtime.cost import CanaryCost
+
 # Steps for which something incomplete leaves the status degraded.
 RECENT_STEPS = 64
 
@@ -44,6 +46,7 @@ class CanarySummary:
         skipped: forwards that went by unwatched: nobody could describe them, or the canary failed in them.
         unverified: positions that were taken in anew where such a forward had written.
         failures: what went wrong inside the canary and was contained, by part and kind of exception.
+        cost: what a step takes, and the canary of it; None before the second step.
         dropped: log lines, events and bundles of this process that were dropped, because nobody took them in time.
     """
 
@@ -62,6 +65,7 @@ class CanarySummary:
     unverified: int = 0
     failures: dict[str, int] = field(default_factory=dict)
     dropped: int = 0
+    cost: CanaryCost | None = field(default=None, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the summary as JSON-ready values."""
@@ -77,5 +81,7 @@ class CanarySummary:
                 sums[name] = mine + theirs
         sums["status"] = max(self.status, other.status, key=list(CanaryStatus).index)
         # A stride is no count, and what was dropped is of the whole process.
+        costs = [cost for cost in (self.cost, other.cost) if cost is not None]
+        sums["cost"] = costs[0] | costs[-1] if costs else None
         sums["stride"], sums["dropped"] = max(self.stride, other.stride), max(self.dropped, other.dropped)
         return CanarySummary(**sums)

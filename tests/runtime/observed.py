@@ -94,8 +94,8 @@ def scrape() -> str:
 
 
 def without_times(text: str) -> str:
-    """Return a scrape with every point in time replaced by a word."""
-    return re.sub(r"(?m)^(\w+_timestamp_seconds\S*) .*$", r"\1 TIME", text)
+    """Return a scrape with every point in time, and every time that was measured, replaced by a word."""
+    return re.sub(r"(?m)^(\w+_(?:timestamp|step|host)_seconds\S*) .*$", r"\1 TIME", text)
 
 
 def _source(slots: int) -> kc.KvSource:
