@@ -312,7 +312,7 @@ class SingleForwardManager:
 
         Return False where it is not known to be, or more than that is to be done: nothing has been done then, and
         these are to be called. The last batch was given at TAIL, by tensors that stay; the requests of this one are
-        the same `Composition`, each grown by one token, with the same `extend` and with `newest`.
+        the same `Composition`, each grown by one token, with `newest`.
 
         Args:
             requests: of the forward.

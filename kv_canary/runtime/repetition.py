@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from kv_canary.runtime.batch import ForwardBatch, ModelInputs, WatchedForward, num_read
@@ -122,10 +123,10 @@ class Repetition:
         if (
             requests.newest_of_all is None
             or requests.composition is not self._composition
-            or requests.extend is not self._extend
             or requests.pending is not None
             or state.token_pool is not self._token_pool
             or lap.step > steps.drained
+            or not (requests.extend is self._extend or np.array_equal(requests.extend, self._extend))
         ):
             return False
         self._longest += 1
