@@ -146,6 +146,11 @@ class BatchRequests(Sequence[ForwardRequest]):
         return self.composition.owners
 
     @property
+    def is_composed(self) -> bool:
+        """Whether the engine composes its requests, and does not describe each of them at every forward."""
+        return self.composition.source is not _GIVEN
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that the forward writes, of all requests together."""
         if self._num_tokens < 0:

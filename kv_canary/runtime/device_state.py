@@ -203,9 +203,30 @@ class CanaryDeviceState:
 
         Not known either where one launch does not bring up all that there is.
         """
-        if not self._together or requests.composition.number != self._all_anchored:
+        number = requests.composition.number
+        if not self._together or (number != self._all_anchored and len(self._not_anchored(requests))):
             return None
+        self._all_anchored = number
         return self._tokens.one_behind(requests)
+
+    def go_ahead(self, requests: BatchRequests, *, backend: str | None) -> None:
+        """Bring rows, which are at their requests' prefixes, up to the last token that a forward has written of each.
+
+        Of requests of which it has written several, once it is over: its tails are not needed any more, and the next
+        forward finds them where those of decoding requests are. Nothing is done where several launches would be needed.
+
+        Raises:
+            ValueError: a request gives fewer tokens than it was asked for; then no row has changed.
+        """
+        which = np.flatnonzero(requests.extend > 1)
+        starts = self._tokens.lengths(requests.rows[which])
+        if not self._together or not len(which) or (starts != requests.prefix[which]).any():
+            return
+        ends = requests.prefix + requests.extend - 1
+        ahead = BatchRequests(requests.composition, prefix=ends, extend=requests.extend)
+        lists = segments_of(ahead, which, starts)
+        self._run("chain_tails", lists, self._where(ends[which]), backend)
+        self._tokens.went_ahead(requests.rows[which], ends[which])
 
     def went_on(self, requests: BatchRequests) -> None:
         """Take in that a launch brings up the rows of the requests, of which `one_behind` knew."""
@@ -276,10 +297,15 @@ class CanaryDeviceState:
             self.token_pool = widen(self.token_pool, longest)
         self._table_is_final = True
 
+    def _not_anchored(self, requests: BatchRequests) -> Int64s:
+        """Return which requests' chains are not known to start from their identities."""
+        rows = requests.rows
+        return np.flatnonzero((self._anchored[rows] != requests.composition.identities) | ~self._is_anchored[rows])
+
     def _anchor(self, requests: BatchRequests) -> None:
         """Let each request's chain start from its identity."""
         rows, identities = requests.rows, requests.composition.identities
-        changed = np.flatnonzero((self._anchored[rows] != identities) | ~self._is_anchored[rows])
+        changed = self._not_anchored(requests)
         self._all_anchored = requests.composition.number
         if not len(changed):
             return

@@ -20,16 +20,16 @@ from kv_canary.runtime.composition import BatchRequests, ForwardRequest, Int64s
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.device_state import MOST_REPLAYED
 from kv_canary.runtime.drain import Sheet
-from kv_canary.runtime.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, LastPosted, Shape
+from kv_canary.runtime.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, Shape
 from kv_canary.runtime.pools import BufferGroup
-from kv_canary.runtime.repetition import Lap, Repetition, new_laps
+from kv_canary.runtime.repetition import Repetition
 from kv_canary.runtime.replays import Launch, layout_of, round_up, rounded
 from kv_canary.runtime.steps import Steps
 from kv_canary.runtime.tails import Advance
 from kv_canary.specs.structures import WritePlan
 
-# Shapes whose repetitions' launches are kept.
-_MOST_LAPS = 32
+# Sizes of decode steps that are kept for repetition.
+_MOST_REPETITIONS = 32
 # The requests of a forward that nothing is known of, or that is none.
 _NOBODY = BatchRequests.of(())
 
@@ -121,16 +121,15 @@ class SingleForwardManager:
         self._advance: Advance | None = None
         # Whether what the model is given is taken at TAIL.
         self._is_late = False
-        # What the next forward may repeat; whether this one does; and where it writes, asked where that matters.
+        # Decode steps that may be repeated, by their rounded size; the one that is; and where it writes, asked where
+        # that matters.
+        self._repetitions: dict[int, Repetition] = {}
         self._repetition: Repetition | None = None
-        self._is_repeated = False
         self._written: Callable[[], Mapping[str, torch.Tensor]] = dict
-        # The number of the composition of the last forward, and what brought its rows up.
-        self._composed = 0
-        # The launches of repetitions, by what they are launched on; and what TAIL has copied a step's words to.
-        self._laps: dict[Hashable, Sequence[Lap]] = {}
-        self._sheet: Sheet | None = None
+        # Whether graphs of repetitions can be captured; what brought rows up; what TAIL has copied a step's words to.
+        self._may_repeat = True
         self._advanced: Advance | None = None
+        self._sheet: Sheet | None = None
         self._replays = context.new_replays()
         # Captures that failed: their graphs have no HEAD and TAIL, or not both.
         self._unusable: weakref.WeakSet[CapturedForward] = weakref.WeakSet()
@@ -308,11 +307,12 @@ class SingleForwardManager:
             self._skip(batch.out_slots, captured)
 
     def repeat(self, requests: BatchRequests, *, out_slots: Callable[[], Mapping[str, torch.Tensor]]) -> bool:
-        """Begin a forward that is like the last one but for its lengths, and run HEAD; instead of `begin` and `head`.
+        """Begin a decode step that is like those before it, and run HEAD; instead of `begin` and `head`.
 
         Return False where it is not known to be, or more than that is to be done: nothing has been done then, and
-        these are to be called. The last batch was given at TAIL, by tensors that stay; the requests of this one are
-        the same `Composition`, each grown by one token, with `newest`.
+        these are to be called. Batches like it have been begun before: given at TAIL by tensors that stay, with the
+        same tables. Each request is one token longer than the canary has seen it, and `newest` says which; the list of
+        requests may be another.
 
         Args:
             requests: of the forward.
@@ -320,27 +320,36 @@ class SingleForwardManager:
 
         Raises:
             CanaryViolationError: in raise mode, for what the step before found.
+            ValueError: in raise mode, the requests contradict the limits.
         """
-        repetition = self._repetition
+        size = self._rounded(len(requests))
+        repetition = self._repetitions.get(size)
         if repetition is None or self._phase is not Phase.IDLE:
             return False
         with self.context.guard.contain(self._parts["begin"]) as part:
-            if not repetition.begin(requests):
-                self._repetition = None
+            if not repetition.is_valid:
+                del self._repetitions[size]
                 return False
-            self._is_repeated, self._is_late, self._written, self._captured = True, True, out_slots, None
+            self._check_numbers(requests, None)
+            if not repetition.begin(requests):
+                return False
+            self._repetition, self._written, self._captured, self._is_late = repetition, out_slots, None, True
             self._batch, self._advance, self._phase = repetition.batch, repetition.advance, Phase.BEGUN
+            self._shape, self._new_tokens = repetition.shape, len(requests)
+            self._inputs.read_from(repetition.numbers, repetition.given)
+            for launches in self._launches:
+                launches.by_plans = launches.group.ring
             self._timed(repetition.head)
             self._advance, self._phase = None, Phase.HEAD
         if part.failed:
-            self._is_repeated, self._written = True, out_slots
+            self._repetition, self._written = repetition, out_slots
             self._skip_rest()
         return True
 
     @property
     def repeats(self) -> bool:
         """Whether the forward that is under way was begun by `repeat`."""
-        return self._is_repeated
+        return self._repetition is not None
 
     def skip(self, out_slots: Mapping[str, torch.Tensor], *, why: str) -> None:
         """Take in that a forward is about to run that nobody can describe, instead of `begin`, `head`, `tail`, `end`.
@@ -361,7 +370,7 @@ class SingleForwardManager:
         self._phase = Phase.IDLE
 
     def _begin(self, batch: ForwardBatch, captured: CapturedForward | None) -> None:
-        self._repetition, self._is_repeated, self._sheet = None, False, None
+        self._repetition = self._sheet = None
         self._expect(Phase.IDLE, "begin")
         self._steps.expect_idle(f"forward {self.name}: begin")
         self._check(batch, captured)
@@ -383,7 +392,7 @@ class SingleForwardManager:
     def _skip(self, out_slots: Mapping[str, torch.Tensor], captured: CapturedForward | None) -> None:
         """Let the forward go by unwatched from here on."""
         self._batch, self._captured, self._phase = None, None, Phase.SKIPPED
-        self._repetition, self._is_repeated = None, False
+        self._repetition = None
         self._give_up_advance()
         if captured is not None and captured not in self._unusable:
             # The graph is about to be replayed: its HEAD and TAIL must find nothing to do.
@@ -500,14 +509,13 @@ class SingleForwardManager:
         """
         if self._phase is Phase.SKIPPED:
             return
-        with self.context.guard.contain(self._parts["TAIL"], allocates=not self._is_repeated) as part:
+        with self.context.guard.contain(self._parts["TAIL"], allocates=self._repetition is None) as part:
             self._expect(Phase.HEAD, "tail")
             repetition = self._repetition
             if repetition is not None and given is repetition.given:
                 self._timed(repetition.tail)
                 self._sheet = repetition.sheet
             else:
-                self._repetition = None
                 if self._is_late and self._batch is not None:
                     self._take_given(self._batch, given)
                 self._copy_inputs(input_ids, None)
@@ -528,7 +536,7 @@ class SingleForwardManager:
 
     def _skip_rest(self) -> None:
         """Go on unwatched after HEAD or TAIL have failed."""
-        if self._is_repeated:
+        if self._repetition is not None:
             written: Mapping[str, torch.Tensor] = {}
             with self.context.guard.contain(f"forward {self.name}: the slots that it writes"):
                 written = self._written()
@@ -586,7 +594,7 @@ class SingleForwardManager:
         if self._phase is Phase.SKIPPED:
             self._phase = Phase.IDLE
             return
-        with self.context.guard.contain(self._parts["end"], allocates=not self._is_repeated) as part:
+        with self.context.guard.contain(self._parts["end"], allocates=self._repetition is None) as part:
             # A replay runs HEAD and TAIL where the host does not see it; their launches are counted on the device.
             self._expect(Phase.TAIL if self._captured is None else Phase.BEGUN, "end")
             self._phase = Phase.IDLE
@@ -594,61 +602,75 @@ class SingleForwardManager:
                 if self._steps.unverified.any_marked:
                     for launches in self._launches:
                         self._steps.unverified.written(launches.group.pool, launches.out_slots[: self._new_tokens])
-                if not self._is_repeated:
-                    self._repetition = self._new_repetition()
-                self._is_late = self._is_repeated = False
+                is_repeated = self._repetition is not None
+                if not is_repeated:
+                    self._keep_repetition()
+                self._repetition, self._is_late = None, False
                 sheet, self._sheet = self._sheet, None
                 self._steps.end_forward(self, self._batch, sheet=sheet)
+                if not is_repeated:
+                    self._go_ahead()
             except BaseException:
                 self._steps.abort_forward(self)
                 raise
         if part.failed:
             self._phase = Phase.IDLE
 
-    def _new_repetition(self) -> Repetition | None:
-        """Return what the next forward may repeat, once the requests have stayed the same; None: it is not to."""
-        batch, given, shape = self._batch, self._inputs.in_place, self._shape
-        if batch is None or given is None or self._advanced is None or not self._is_late:
-            return None
-        before, self._composed = self._composed, batch.arrays.composition.number
-        if before != self._composed or shape.has_pending or shape.expects_tokens or self.inner:
-            return None
+    def _rounded(self, requests: int) -> int:
+        """Return how many requests launches are made for."""
+        return round_up(requests, self.context.limits.max_requests) if self._replays.rounds_up else requests
+
+    def _keep_repetition(self) -> None:
+        """Keep what decode steps may repeat, if the forward was one, and its launches come again and again."""
+        batch, given, shape, advance = self._batch, self._inputs.in_place, self._shape, self._advanced
+        if batch is None or given is None or advance is None or not (self._is_late and self._may_repeat):
+            return
+        requests = batch.arrays
+        is_plain = batch.check_positions and not (shape.has_pending or shape.expects_tokens or self.inner)
+        one_each = requests.num_tokens == len(requests) == len(advance.flat) == len(advance.rows)
+        size = self._rounded(len(requests))
+        if not (is_plain and one_each and shape.requests == size) or size in self._repetitions:
+            return
         keys = ("head", *self._key(None)), ("tail", *self._key(given))
         if not all(map(self._replays.is_settled, keys)):
-            return None
-        last = self._inputs.last
-        laps = self._laps.get(key := (*keys, len(last.values)))
-        if laps is None:
-            if len(self._laps) >= _MOST_LAPS:
-                self._laps.clear()
-            laps = self._laps[key] = self._new_laps(last)
-        if not laps:
-            return None
-        return Repetition(
-            self.context,
-            self._steps,
-            self,
-            laps=laps,
-            last=last,
-            step=self._inputs.step,
-            requests=batch.arrays,
-            batch=batch,
-            given=given,
-            rooms=self.entry_capacities,
-            advance=self._advanced,
-        )
-
-    def _new_laps(self, last: LastPosted) -> Sequence[Lap]:
-        """Return the launches of forwards that repeat the last one; none where they cannot be captured."""
+            return
+        if len(self._repetitions) >= _MOST_REPETITIONS:
+            self._repetitions.clear()
         # What a capture calls launches what was launched before.
-        self._advance = self._advanced
+        self._advance = advance
         try:
-            return new_laps(self._replays, self._steps, last, head=self._launch_head, tail=self._launch_tail)
+            self._repetitions[size] = Repetition(
+                self.context,
+                self._steps,
+                self,
+                self._replays,
+                numbers=self._inputs.last,
+                batch=batch,
+                given=given,
+                shape=shape,
+                launches=self._launches,
+                advance=advance,
+                head=self._launch_head,
+                tail=self._launch_tail,
+            )
         except Exception:
             logger.exception("kv-canary: forward %s: a graph could not be captured; steps go on without", self.name)
-            return ()
+            self._may_repeat = False
         finally:
             self._advance = None
+
+    def _go_ahead(self) -> None:
+        """Bring rows up behind a forward of several tokens each, so that decode steps find them where they expect."""
+        batch, state = self._batch, self.context.state
+        if batch is None or self.inner or self._captured is not None:
+            return
+        requests = batch.arrays
+        if not requests.is_composed or requests.num_tokens == len(requests):
+            return
+        with self.context.guard.contain("bringing rows up behind a forward") as part:
+            state.go_ahead(requests, backend=self.context.backend)
+        if part.failed:
+            state.forget(requests.rows)
 
     def abort(self) -> None:
         """Give up a forward that raised; what it had found so far is kept."""
@@ -677,8 +699,7 @@ class SingleForwardManager:
 
     def forget_graphs(self) -> None:
         """Destroy the graphs that HEAD and TAIL are replayed from."""
-        self._repetition = None
-        self._laps.clear()
+        self._repetitions.clear()
         self._replays.forget()
 
     def verified(self, group: str, *, first: int = 0, end: int | None = None) -> VerifiedEntries:
@@ -722,7 +743,7 @@ class SingleForwardManager:
     def _slots_of(self, launches: GroupLaunches) -> torch.Tensor:
         """Return the slots that a forward that is given up may have written."""
         if self._is_late and self._batch is not None:
-            written = self._written() if self._is_repeated else self._batch.out_slots
+            written = self._written() if self._repetition is not None else self._batch.out_slots
             return written[launches.group.name].to(self.context.device, torch.int64)
         return launches.out_slots[: self._new_tokens]
 
@@ -732,7 +753,7 @@ class SingleForwardManager:
         Raises:
             ValueError: it is less than the batch has, or nothing where the batch does not say it either.
         """
-        if given is None and self._is_repeated:
+        if given is None and self._repetition is not None:
             raise ValueError(must_be(f"forward {self.name}", "given", "said behind `repeat`", "nothing"))
         if given is None or not given.is_in_place:
             self._take_inputs(batch if given is None else given)

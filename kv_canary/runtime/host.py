@@ -76,16 +76,15 @@ class Mailbox:
         return cut.views
 
     @property
-    def last(self) -> Posted:
-        """What was posted last.
+    def last(self) -> tuple[torch.Tensor, Sequence[int]]:
+        """What was posted last: the tensor that all of it lies in, and the first word of each view.
 
         Raises:
             RuntimeError: nothing was posted yet.
         """
         if self._cut_last is None:
             raise RuntimeError("kv-canary: Mailbox: something must have been posted before, got nothing")
-        total = self._cut_last.total
-        return Posted(self._sheets[-1].values[:total].copy(), self._cut_last.whole, self._cut_last.places)
+        return self._cut_last.whole, [start for start, _ in self._cut_last.places]
 
     def _cut(self, lengths: tuple[int, ...]) -> _Cut:
         """Return how the buffer, which grows where it has to, is cut into views of these lengths."""
@@ -111,14 +110,6 @@ class Mailbox:
         if self._sheets and (self._sheets[0].sent is None or self._sheets[0].sent.query()):
             return self._sheets.popleft()
         return _Sheet(len(self.buffer), self.buffer.device)
-
-
-class Posted(NamedTuple):
-    """What a mailbox holds: a copy of the numbers, the tensor that they lie in, and first and last of each view."""
-
-    values: npt.NDArray[np.int64]
-    whole: torch.Tensor
-    places: Sequence[tuple[int, int]]
 
 
 class _Cut(NamedTuple):

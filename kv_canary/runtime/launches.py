@@ -12,7 +12,6 @@ import torch
 from kv_canary import ops
 from kv_canary.constants import HEAD_OF_CHAIN
 from kv_canary.runtime.batch import ModelInputs, VerifiedEntries
-from kv_canary.runtime.composition import Int64s
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.device_state import MOST_REPLAYED
 from kv_canary.runtime.host import Mailbox, Numbers, let_go
@@ -60,26 +59,21 @@ class Lengths:
     extend: torch.Tensor
 
 
-class LastPosted(NamedTuple):
-    """What was posted of a decode step, and the places of the numbers that no two steps have alike.
+class DecodeNumbers(NamedTuple):
+    """The places of the numbers that a decode step sends.
 
     Attributes:
-        values: int64 [words], all of it.
-        whole: int64 [words] on the device, where it is sent to.
-        prefix: the place of the first request's prefix.
-        strides: of its stride; None: there are none.
-        step: of the step's number.
-        flat: of the first token that brings a row up.
-        starts: of the first row's length before that.
+        whole: int64 [words] on the device, where they are sent to.
+        at: the first word of each column by its name: those of `ForwardInputs.post`, `check_positions`, `step`, and
+            `flat`, `offsets`, `its_rows` and `starts` of the launch that brings rows up.
+        views: where launches read them.
+        names: of the columns of requests, in order.
     """
 
-    values: Int64s
     whole: torch.Tensor
-    prefix: int
-    strides: int | None
-    step: int
-    flat: int
-    starts: int
+    at: Mapping[str, int]
+    views: Sequence[torch.Tensor]
+    names: tuple[str, ...]
 
 
 class ForwardInputs:
@@ -164,14 +158,19 @@ class ForwardInputs:
             self.arriving = Lengths(prefix=there["there"], extend=there["from_there"])
 
     @property
-    def last(self) -> LastPosted:
-        """What was posted last, an advance among it, and where the numbers lie that no two steps have alike."""
-        posted = self._mailbox.last
-        starts = [start for start, _ in posted.places]
-        _, step, *rest = starts
-        of = dict(zip(self._names, rest, strict=False))
-        flat, _, _, begins = rest[len(of) :]
-        return LastPosted(posted.values, posted.whole, of["prefix"], of.get("strides"), step, flat, begins)
+    def last(self) -> DecodeNumbers:
+        """The places of what was posted last, an advance among it."""
+        whole, starts = self._mailbox.last
+        names = ("check_positions", "step", *self._names, "flat", "offsets", "its_rows", "starts")
+        return DecodeNumbers(whole, dict(zip(names, starts, strict=True)), self._posted, self._names)
+
+    def read_from(self, numbers: DecodeNumbers, in_place: ModelInputs) -> None:
+        """Let launches read what lies in other places, as it did when it was posted, and what the model is given."""
+        self.in_place = in_place
+        if numbers.views is not self._posted:
+            self._posted, self._names = numbers.views, numbers.names
+            self._find(numbers.views)
+        self._state.take_step(self.step)
 
     def mark_pending(self) -> None:
         """Set `is_pending`."""
@@ -228,7 +227,7 @@ class GroupLaunches:
         self._entry_offsets = torch.zeros(requests + 1, dtype=torch.int64, device=device)
         self._longest_stride = torch.zeros(1, dtype=torch.int64, device=device)
         self._tile_sums = torch.zeros(requests, max_tiles({"num_tokens": tokens}), dtype=torch.int64, device=device)
-        self._made, self._by_plans = 0, False
+        self.made, self.by_plans = 0, False
 
     def prepare(self, *, needed: int, has_pending: bool, sizes_are_final: bool) -> None:
         """Make the buffers that launches need. Outside any graph.
@@ -244,18 +243,18 @@ class GroupLaunches:
             most = self._context.config.verify_capacity or wanted
             if needed > self.room < most:
                 self.room = min(wanted, most)
-        self._by_plans = self._plans_for(has_pending)
-        if self._by_plans:
+        self.by_plans = self._plans_for(has_pending)
+        if self.by_plans:
             if self._plans is None or self._plans.room < self.room:
                 _let_go(self._plans)
                 self._plans = _TwoPlans.allocate(
                     entries=self.room, requests=self._capacities.requests, device=self._context.device
                 )
-                self._made += 1
+                self.made += 1
         elif self._resolved is None or self._resolved.entries.shape[0] < self.room:
             _let_go(self._resolved)
             self._resolved = ResolvedSlots.allocate(entry_cap=self.room, device=self._context.device)
-            self._made += 1
+            self.made += 1
 
     def finalize(self) -> None:
         """Make buffers for all that the engine's limits allow: graphs will keep their addresses."""
@@ -276,12 +275,12 @@ class GroupLaunches:
     @property
     def memory(self) -> Hashable:
         """What tells whether launches would work on the same memory as before."""
-        return self._made, layout_of(self.table)
+        return self.made, layout_of(self.table)
 
     def verified(self, first: int, end: int | None) -> VerifiedEntries:
         """Return entries [first, end) of what the last HEAD verified; all from `first` on without `end`."""
         part = slice(first, end)
-        if self._by_plans and self._plans is not None:
+        if self.by_plans and self._plans is not None:
             plan = self._plans.head
             slots, positions, rows = plan.slots[part], plan.positions[part], plan.rows[part].long()
             return VerifiedEntries(

@@ -1,12 +1,10 @@
-"""A forward that repeats the one before: the same requests, each grown by one token, in the same launches."""
+"""Decode steps that come again and again: every request one token longer, in the same launches on the same memory."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from kv_canary.runtime.batch import ForwardBatch, ModelInputs, WatchedForward, num_read
@@ -14,15 +12,13 @@ from kv_canary.runtime.composition import BatchRequests
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.drain import Sheet
 from kv_canary.runtime.host import pinned
-from kv_canary.runtime.launches import LastPosted
+from kv_canary.runtime.launches import DecodeNumbers, GroupLaunches, Shape
 from kv_canary.runtime.replays import Launch, Replays
 from kv_canary.runtime.steps import Steps
-from kv_canary.runtime.tails import Advance
+from kv_canary.runtime.tails import Advance, ones
 
-# Laps of a ring: a step's numbers are written over when the step is drained, and the host runs ahead by one or two.
+# A step's numbers are written over once the step is drained, and the host runs ahead by one or two.
 _LAPS = 3
-
-_numbers = itertools.count(1)
 
 
 class Lap:
@@ -38,7 +34,7 @@ class Lap:
     def __init__(self, replays: Replays, whole: torch.Tensor, sheet: Sheet, *, head: Launch, tail: Launch) -> None:
         numbers = pinned(len(whole), whole.device)
         self.numbers, self.sheet = numbers.numpy(), sheet
-        # The step that it was in last, and the number of the repetition whose numbers it has.
+        # The step that it was in last, and the number of the composition that its numbers are of.
         self.step, self.of = 0, 0
 
         def begin() -> None:
@@ -52,33 +48,23 @@ class Lap:
         self.head, self.tail = replays.settle(begin), replays.settle(end)
 
 
-def new_laps(replays: Replays, steps: Steps, last: LastPosted, *, head: Launch, tail: Launch) -> Sequence[Lap]:
-    """Return the launches of forwards that repeat one whose launches are settled.
-
-    Args:
-        replays: runs the launches.
-        steps: of the canary.
-        last: what was posted of the forward.
-        head, tail: its launches.
-    """
-    return [Lap(replays, last.whole, steps.new_sheet(), head=head, tail=tail) for _ in range(_LAPS)]
-
-
 class Repetition:
-    """What stays the same from one decode step to the next, so that a step costs the host little more than its lengths.
-
-    Valid until anything else is begun, posted or allocated for the forward; who makes it sees to that.
+    """The decode steps of one forward and one rounded size: what of them stays the same, and what is sent at each.
 
     Args:
         context, steps: of the canary.
-        forward: whose step it repeats.
-        laps: the launches, which other repetitions of the same shape have too.
-        last: what was posted of the forward that is repeated.
-        step: where launches read the step's number.
-        requests, batch: of that forward.
+        forward: whose steps they are.
+        replays: runs the launches.
+        numbers: the places of what is sent.
+        batch: a batch of such a step.
         given: what the model reads, in place.
-        rooms: verify entries that each group has room for.
+        shape: of the launches.
+        launches: of each group.
         advance: what brings rows up to their prefixes, at HEAD.
+        head, tail: the launches, all of whose kernels have run on this memory.
+
+    Raises:
+        Exception: whatever a capture raises.
     """
 
     def __init__(
@@ -86,51 +72,58 @@ class Repetition:
         context: CanaryContext,
         steps: Steps,
         forward: WatchedForward,
+        replays: Replays,
         *,
-        laps: Sequence[Lap],
-        last: LastPosted,
-        step: torch.Tensor,
-        requests: BatchRequests,
+        numbers: DecodeNumbers,
         batch: ForwardBatch,
         given: ModelInputs,
-        rooms: Mapping[str, int],
+        shape: Shape,
+        launches: Sequence[GroupLaunches],
         advance: Advance,
+        head: Launch,
+        tail: Launch,
     ) -> None:
-        self.batch, self.given, self.advance = batch, given, advance
-        self._number, self._step = next(_numbers), step
-        self._steps, self._forward, self._laps, self._last = steps, forward, laps, last
-        self._lap = laps[0]
-        self._state, self._token_pool = context.state, context.state.token_pool
-        self._composition, self._extend = requests.composition, requests.extend
-        self._longest = int(requests.prefix.max(initial=0))
-        self._width = self._longest if self._token_pool is None else self._token_pool.shape[1]
-        self._full = [rooms[g.name] for g in forward.groups if not g.window]
-        self._windowed = [(g, rooms[g.name]) for g in forward.groups if g.window]
+        self.batch, self.given, self.shape, self.numbers, self.advance = batch, given, shape, numbers, advance
+        self._steps, self._forward, self._state = steps, forward, context.state
+        self._laps = [Lap(replays, numbers.whole, steps.new_sheet(), head=head, tail=tail) for _ in range(_LAPS)]
+        self._lap = self._laps[0]
+        # The memory that the launches work on.
+        self._token_pool = context.state.token_pool
+        self._width = 0 if self._token_pool is None else self._token_pool.shape[1]
+        self._memory = [(x, x.table, x.made) for x in launches]
+        self._full = [x.room for x in launches if not x.group.window]
+        self._windowed = [x for x in launches if x.group.window]
+        # The composition of the last step, by its number, and the longest prefix in it.
+        self._of, self._longest = 0, 0
 
     @property
     def sheet(self) -> Sheet:
         """What TAIL has copied the step's words to."""
         return self._lap.sheet
 
+    @property
+    def is_valid(self) -> bool:
+        """Whether the memory that the launches work on is still where it was."""
+        return self._state.token_pool is self._token_pool and all(
+            x.table is table and x.made == made for x, table, made in self._memory
+        )
+
     def begin(self, requests: BatchRequests) -> bool:
-        """Begin the step; return False, with nothing done, where this is no repetition.
+        """Begin a step; return False, with nothing done, where it is no such step.
 
         Raises:
             CanaryViolationError: in raise mode, for what the step before found; nothing else is done then.
         """
-        state, steps = self._state, self._steps
+        state, steps, newest = self._state, self._steps, requests.newest_of_all
         lap = self._laps[state.number % _LAPS]
-        if (
-            requests.newest_of_all is None
-            or requests.composition is not self._composition
-            or requests.pending is not None
-            or state.token_pool is not self._token_pool
-            or lap.step > steps.drained
-            or not (requests.extend is self._extend or np.array_equal(requests.extend, self._extend))
-        ):
+        if newest is None or requests.pending is not None or lap.step > steps.drained:
             return False
-        self._longest += 1
-        if self._token_pool is not None and self._longest > self._width:
+        composition, prefix, count = requests.composition, requests.prefix, len(newest)
+        if self._of != composition.number:
+            self._of, self._longest = composition.number, int(prefix.max())
+        else:
+            self._longest += 1
+        if requests.num_tokens != count or (self._width and self._longest > self._width):
             return False
         starts = state.one_behind(requests)
         if starts is None:
@@ -138,30 +131,36 @@ class Repetition:
         relied_on = requests.num_cached * len(self._full)
         if self._full and requests.num_cached > min(self._full):
             return False
-        for group, room in self._windowed:
-            read = num_read(requests, group)
-            if read > room:
+        for launches in self._windowed:
+            read = num_read(requests, launches.group)
+            if read > launches.room:
                 return False
             relied_on += read
         if not steps.repeat(self._forward, requests, relied_on=relied_on):
             return False
         try:
             state.went_on(requests)
-            numbers, last, count = lap.numbers, self._last, len(starts)
-            lap.step = state.number
-            if lap.of != self._number:
-                lap.of, numbers[:] = self._number, last.values
-            numbers[last.prefix : last.prefix + count] = requests.prefix
-            numbers[last.flat : last.flat + count] = requests.newest_of_all
-            numbers[last.starts : last.starts + count] = starts
-            numbers[last.step] = state.number
-            state.take_step(self._step)
-            if last.strides is not None:
-                strides = steps.budget.strides(self._forward.name, requests, step=state.number)
-                numbers[last.strides : last.strides + count] = strides
+            lap.step, self._lap = state.number, lap
+            sent, at = lap.numbers, self.numbers.at
+            if lap.of != composition.number:
+                lap.of, sent[:] = composition.number, 0
+                sent[at["check_positions"]] = 1
+                unit, rows = ones(count), requests.rows
+                columns = (("rows", rows), ("owners", requests.owners), ("extend", requests.extend), ("its_rows", rows))
+                for name, column in (*columns, ("offsets", unit)):
+                    sent[at[name] : at[name] + len(column)] = column
+            sent[at["step"]] = state.number
+            begin = at["prefix"]
+            sent[begin : begin + count] = prefix
+            begin = at["flat"]
+            sent[begin : begin + count] = newest
+            begin = at["starts"]
+            sent[begin : begin + count] = starts
+            if "strides" in at:
+                begin = at["strides"]
+                sent[begin : begin + count] = steps.budget.strides(self._forward.name, requests, step=state.number)
             if steps.shows_forwards:
                 self.batch = dataclasses.replace(self.batch, requests=requests)
-            self._lap = lap
         except BaseException:
             state.forget(requests.rows)
             steps.abort_forward(self._forward)

@@ -40,13 +40,15 @@ class Progress:
         return which, starts
 
     def one_behind(self, requests: BatchRequests) -> Int64s | None:
-        """Return the lengths of the requests' rows where each is one token behind its prefix; None: that is not known.
-
-        Known of the requests that `behind` was asked of last.
-        """
-        if requests.composition.number != self._whole:
-            return None
-        lengths = self._lengths[requests.rows]
+        """Return the lengths of the requests' rows where each is one token behind its prefix; None: not all are."""
+        rows, composition = requests.rows, requests.composition
+        if composition.number != self._whole:
+            same = self._owners[rows] == requests.owners
+            same &= self._identities[rows] == composition.identities
+            if not same.all():
+                return None
+            self._whole = composition.number
+        lengths = self._lengths[rows]
         return lengths if (lengths + 1 == requests.prefix).all() else None
 
     def forget(self, rows: Int64s) -> None:
@@ -66,6 +68,10 @@ class Progress:
     def went_on(self, requests: BatchRequests) -> None:
         """Note that the rows of the requests, of which `one_behind` knew, are at their prefixes."""
         self._lengths[requests.rows] = requests.prefix
+
+    def went_ahead(self, rows: Int64s, lengths: Int64s) -> None:
+        """Note that rows have come further than their requests' prefixes."""
+        self._lengths[rows] = lengths
 
     def advanced(self, requests: BatchRequests, which: Int64s) -> None:
         """Note that the rows of these requests are at their prefixes."""

@@ -171,7 +171,8 @@ def test_an_observer_that_raises_at_every_step_is_told_of_once(caplog: pytest.Lo
     for _ in range(20):
         engine.step((a, 1))
     engine.manager.flush()
-    assert [r.getMessage().count("on_step failed (OSError)") for r in caplog.records] in ([1, 0], [0, 1])
+    lines = [r.getMessage() for r in caplog.records if "Sour" in r.getMessage()]
+    assert ["on_step failed (OSError)" in line for line in lines] in ([True, False], [False, True])
     assert (
         engine.manager.summary().failures[
             "test_an_observer_that_raises_at_every_step_is_told_of_once.<locals>.Sour.on_step: OSError"
