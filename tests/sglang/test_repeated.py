@@ -1,0 +1,148 @@
+"""Decode steps that the adapter repeats, as where SGLang decodes from a CUDA graph: they find what all others find."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+import torch
+
+from kv_canary.engines.sglang import graphs, session
+from kv_canary.runtime.batch import ModelInputs
+from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.forward import SingleForwardManager
+from kv_canary.runtime.replays import Replays
+
+from . import engine
+from .test_given import build, shorten, spoil, swap_rows, tokens
+
+
+class Graphs(graphs.Graphs):
+    """Every decode is the replay of a graph, whose tensors are filled before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._batch: Any = None
+        self._tensors = {n: torch.zeros(64, dtype=torch.int64) for n in ("ids", "at", "slots", "rows", "lens")}
+        self._given: ModelInputs | None = None
+
+    def may_replay(self, runner: Any, forward_batch: Any) -> bool:
+        self._batch = forward_batch
+        return bool(forward_batch.forward_mode.is_decode())
+
+    def inputs_of(self, runner: Any, result: Any, groups: Any) -> ModelInputs | None:
+        batch = self._batch
+        if not batch.forward_mode.is_decode():
+            return None
+        values = (batch.input_ids, batch.positions, batch.out_cache_loc, batch.req_pool_indices, batch.seq_lens)
+        for tensor, value in zip(self._tensors.values(), values, strict=True):
+            tensor.zero_()[: len(value)] = value
+        if self._given is None:
+            ids, at, slots, rows, lens = self._tensors.values()
+            out_slots = {g.name: slots for g in groups}
+            self._given = ModelInputs(
+                input_ids=ids, positions=at, out_slots=out_slots, rows=rows, lengths=lens, stays=True
+            )
+        return self._given
+
+
+@pytest.fixture(params=[False, True], ids=["as it is", "rounded"])
+def repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Let decodes be replays of graphs; the list says of each forward that asked whether it was repeated."""
+    asked: list[bool] = []
+    real = SingleForwardManager.repeat
+
+    def repeat(self: Any, *args: Any, **kwargs: Any) -> bool:
+        asked.append(real(self, *args, **kwargs))
+        return asked[-1]
+
+    monkeypatch.setattr(SingleForwardManager, "repeat", repeat)
+    monkeypatch.setattr(graphs, "Graphs", Graphs)
+    if request.param:
+        monkeypatch.setattr(CanaryContext, "new_replays", lambda _: Replays(lambda launch: launch))
+    return asked
+
+
+ARGS: list[dict[str, Any]] = [
+    {},
+    {"disable_overlap_schedule": False},
+    {"disable_overlap_schedule": False, "chunked_prefill_size": 16},
+    {"disable_overlap_schedule": False, "max_total_tokens": 260},
+    {"disable_overlap_schedule": False, "enable_mixed_chunk": True, "chunked_prefill_size": 16},
+    {"disable_radix_cache": True},
+]
+
+
+@pytest.mark.parametrize("args", ARGS, ids=str)
+def test_requests_that_come_and_go_are_repeated_and_silent(
+    llama: str, repeated: list[bool], args: dict[str, Any]
+) -> None:
+    scheduler = build(llama, **args)
+    draw = random.Random(4)
+    reqs: list[Any] = []
+
+    def arrive(step: int) -> None:
+        if step % 3 == 0 and len(reqs) < 24:
+            prompt = tokens(20, 1)[: draw.randint(0, 20)] + tokens(draw.randint(1, 30), len(reqs))
+            reqs.append(engine.submit(scheduler, prompt, draw.randint(1, 25), rid=f"r{len(reqs)}"))
+        if step == 40:
+            engine.abort(scheduler, "r9")
+
+    arrive(0)
+    engine.run_all(scheduler, arrive)
+    manager = session.current().manager
+    manager.flush()
+    summary = manager.summary()
+    assert (summary.violations, summary.failures, summary.skipped, summary.unverified) == (0, {}, 0, 0)
+    assert summary.positions_verified == summary.positions_relied_on > 0
+    assert len(reqs) == 24
+    assert all(engine.is_greedy(llama, r.origin_input_ids, r.output_ids) for r in reqs if r.rid != "r9")
+    # Most decodes are, although the list changes all the time.
+    assert sum(repeated) > len(repeated) / 2 > 15
+
+
+@pytest.mark.parametrize(("change", "who"), [(swap_rows, {"a", "b"}), (shorten, {"b"})], ids=["rows", "length"])
+def test_a_batch_on_the_device_that_is_not_the_schedulers_is_found_at_once(
+    llama: str, repeated: list[bool], monkeypatch: pytest.MonkeyPatch, change: Any, who: set[str]
+) -> None:
+    scheduler = build(llama, disable_overlap_schedule=False)
+    steps = spoil(monkeypatch, change, from_forward=9)
+    for n in range(3):
+        engine.submit(scheduler, tokens(20 + 7 * n, n), 12, rid="abc"[n])
+    engine.run_all(scheduler)
+    manager = session.current().manager
+    manager.flush()
+    assert sum(repeated) > 5
+    batch = [r for r in manager.reports if "BATCH" in r.reasons]
+    assert {r.request_id for r in batch} == who
+    assert min(r.step for r in manager.reports) == min(r.step for r in batch) == steps[0]
+
+
+def test_a_bit_that_flips_between_repeated_steps_is_found_in_the_next(llama: str, repeated: list[bool]) -> None:
+    scheduler = build(llama, disable_overlap_schedule=False)
+    for n in range(3):
+        engine.submit(scheduler, tokens(20 + 7 * n, n), 20, rid="abc"[n])
+    flipped: list[int] = []
+
+    def flip(step: int) -> None:
+        if step == 12:
+            pool = scheduler.tp_worker.model_runner.token_to_kv_pool
+            [b] = [r for r in scheduler.running_batch.reqs if r.rid == "b"]
+            slot = int(scheduler.req_to_token_pool.req_to_token[b.kv.req_pool_idx, 3])
+            # The bytes that are verified of position 3.
+            for keys in pool.k_buffer:
+                keys.view(torch.uint8)[slot] ^= 1
+            flipped.append(session.current().manager.step)
+
+    engine.run_all(scheduler, flip)
+    manager = session.current().manager
+    manager.flush()
+    assert sum(repeated) > 10
+    assert flipped
+    first = manager.reports[0]
+    assert (first.request_id, first.position, first.reasons) == ("b", 3, ("K",))
+    assert flipped[0] < first.step <= flipped[0] + 2
