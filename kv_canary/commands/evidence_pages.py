@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _BLOCK = re.compile(
-    r"(<!-- kv-canary evidence (?P<block>[a-z-]+)(?P<kinds>(?: [a-z_0-9]+)*): begin -->\n)"
+    r"(<!-- kv-canary evidence (?P<block>[a-z_-]+)(?P<kinds>(?: [a-z_0-9]+)*): begin -->\n)"
     r".*?"
     r"(<!-- kv-canary evidence: end -->)",
     re.DOTALL,
@@ -216,6 +216,48 @@ def _engine(found: Results, _: Sequence[str]) -> str:
     return f"{_table(head, rows)}\n\n{_source(found, 'h200_engine.json')}"
 
 
+def _engine_cost(found: Results, _: Sequence[str]) -> str:
+    """Return a row for each canary and batch of `kv-canary bench engine`."""
+    names = {
+        "ours": "kv-canary",
+        "ours_full": "kv-canary, everything",
+        "sgl": "SGLang's own",
+        "sgl_all": "SGLang's own, all",
+    }
+    rows, operations = [], []
+    for row in load("h200_engine_cost.json"):
+        if row["mode"] not in names:
+            continue
+        done = row.get("operations") or {}
+        rows.append(
+            [
+                f"{row['model']} {row['phase']} {row['shape']}",
+                names[row["mode"]],
+                f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]",
+                f"{row['best']:.3f}",
+                "" if row["host_us"] is None else f"{row['host_us']:,.0f}",
+                "" if row["stream_us"] is None else f"{row['stream_us']:.0f}",
+                f"{sum(o['count'] for o in done.values()):.0f}" if done else "",
+                row["n"],
+            ]
+        )
+        if row["mode"] == "ours" and done:
+            listed = ", ".join(f"`{name}` {o['us']:.1f}" for name, o in done.items())
+            operations.append(f"{row['model']} {row['shape']}: {listed}.")
+    head = [
+        "batch",
+        "canary",
+        "throughput / without",
+        "best / best",
+        "host, us a step",
+        "stream, us",
+        "operations",
+        "n",
+    ]
+    listed = "\n\nThe device operations of a step that are kv-canary's, in microseconds: " + " ".join(operations)
+    return f"{_table(head, rows)}{listed if operations else ''}\n\n{_source(found, 'h200_engine_cost.json')}"
+
+
 def _soak(found: Results, _: Sequence[str]) -> str:
     soak = load("soak.json")
     happened = [soak[part]["happened"] for part in ("model_engines", "transformers")]
@@ -366,6 +408,7 @@ BLOCKS: dict[str, Callable[[Results, Sequence[str]], str]] = {
     "throughput": _throughput,
     "host": _host,
     "engine": _engine,
+    "engine_cost": _engine_cost,
     "soak": _soak,
     "detection": _detection,
     "chaos": _chaos,
