@@ -1,1 +1,0 @@
-/work/main/kv_canary/redact.py
