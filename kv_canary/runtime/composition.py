@@ -108,9 +108,21 @@ class BatchRequests(Sequence[ForwardRequest]):
         extend: int64 [requests] tokens that it writes.
         pending: int64 [requests]; None: none is. See `ForwardRequest`.
         newest: int64 [requests] own token before each prefix, where the adapter has them at hand; None: it is asked.
+
+    `rows` and `owners` are those of the composition.
     """
 
-    __slots__ = ("_num_cached", "_num_tokens", "composition", "extend", "newest_of_all", "pending", "prefix")
+    __slots__ = (
+        "_num_cached",
+        "_num_tokens",
+        "composition",
+        "extend",
+        "newest_of_all",
+        "owners",
+        "pending",
+        "prefix",
+        "rows",
+    )
 
     def __init__(
         self,
@@ -122,7 +134,7 @@ class BatchRequests(Sequence[ForwardRequest]):
         newest: Int64s | None = None,
     ) -> None:
         self.composition, self.prefix, self.extend, self.pending = composition, prefix, extend, pending
-        self.newest_of_all = newest
+        self.newest_of_all, self.rows, self.owners = newest, composition.rows, composition.owners
         self._num_tokens = self._num_cached = -1
 
     @classmethod
@@ -136,16 +148,6 @@ class BatchRequests(Sequence[ForwardRequest]):
         return cls(composition, prefix=prefix, extend=extend, pending=pending if pending.any() else None)
 
     @property
-    def rows(self) -> Int64s:
-        """int64 [requests]."""
-        return self.composition.rows
-
-    @property
-    def owners(self) -> Int64s:
-        """int64 [requests]."""
-        return self.composition.owners
-
-    @property
     def is_composed(self) -> bool:
         """Whether the engine composes its requests, and does not describe each of them at every forward."""
         return self.composition.source is not _GIVEN
@@ -154,14 +156,14 @@ class BatchRequests(Sequence[ForwardRequest]):
     def num_tokens(self) -> int:
         """Tokens that the forward writes, of all requests together."""
         if self._num_tokens < 0:
-            self._num_tokens = int(self.extend.sum())
+            self._num_tokens = int(np.add.reduce(self.extend))
         return self._num_tokens
 
     @property
     def num_cached(self) -> int:
         """Tokens of all prefixes together."""
         if self._num_cached < 0:
-            self._num_cached = int(self.prefix.sum())
+            self._num_cached = int(np.add.reduce(self.prefix))
         return self._num_cached
 
     @property
@@ -193,7 +195,7 @@ class BatchRequests(Sequence[ForwardRequest]):
         return self[int(found[0])] if len(found) else None
 
     def __len__(self) -> int:
-        return len(self.composition)
+        return len(self.rows)
 
     @overload
     def __getitem__(self, i: int) -> ForwardRequest: ...

@@ -95,9 +95,8 @@ class Costs:
     def __init__(self, target: float, *, on_gpu: bool) -> None:
         self._target, self._on_gpu = target, on_gpu
         self._last: float | None = None
-        self._steps: deque[float] = deque(maxlen=_MEMORY)
-        self._host: deque[float] = deque(maxlen=_MEMORY)
-        self._waits: deque[bool] = deque(maxlen=_MEMORY)
+        # What each step took, what of it the host, and whether the device had nothing to do before it.
+        self._steps: deque[tuple[float, float, bool]] = deque(maxlen=_MEMORY)
         self._device: deque[float] = deque(maxlen=_TIMINGS)
         self._said = False
         self._cost: CanaryCost | None = None
@@ -115,9 +114,7 @@ class Costs:
         last, self._last = self._last, now
         if last is None:
             return
-        self._steps.append(now - last)
-        self._host.append(host)
-        self._waits.append(waited)
+        self._steps.append((now - last, host, waited))
         self._since += 1
 
     def add_timing(self, seconds: float) -> None:
@@ -131,12 +128,12 @@ class Costs:
         """What a step costs, as of some steps ago; None before the second step."""
         if self._since >= _FRESH and self._steps:
             self._since = 0
-            waits = self._on_gpu and len(self._waits) == _MEMORY and sum(self._waits) >= _NEARLY_ALL * _MEMORY
+            steps, hosts, waits = zip(*self._steps, strict=True)
             self._cost = CanaryCost(
-                step_us=1e6 * statistics.median(self._steps),
-                host_us=1e6 * statistics.median(self._host),
+                step_us=1e6 * statistics.median(steps),
+                host_us=1e6 * statistics.median(hosts),
                 device_us=1e6 * statistics.median(self._device) if self._device else None,
-                device_waits=waits,
+                device_waits=self._on_gpu and len(waits) == _MEMORY and sum(waits) >= _NEARLY_ALL * _MEMORY,
             )
         return self._cost
 

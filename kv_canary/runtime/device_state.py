@@ -218,7 +218,7 @@ class CanaryDeviceState:
         Raises:
             ValueError: a request gives fewer tokens than it was asked for; then no row has changed.
         """
-        which = np.flatnonzero(requests.extend > 1)
+        which = (requests.extend > 1).nonzero()[0]
         starts = self._tokens.lengths(requests.rows[which])
         if not self._together or not len(which) or (starts != requests.prefix[which]).any():
             return
@@ -300,7 +300,7 @@ class CanaryDeviceState:
     def _not_anchored(self, requests: BatchRequests) -> Int64s:
         """Return which requests' chains are not known to start from their identities."""
         rows = requests.rows
-        return np.flatnonzero((self._anchored[rows] != requests.composition.identities) | ~self._is_anchored[rows])
+        return ((self._anchored[rows] != requests.composition.identities) | ~self._is_anchored[rows]).nonzero()[0]
 
     def _anchor(self, requests: BatchRequests) -> None:
         """Let each request's chain start from its identity."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from kv_canary.runtime.device_state import FIRST_STATUS, NUM_COUNTERS, VIOLATION_COUNT, CanaryDeviceState
@@ -30,7 +31,7 @@ class StepWords:
     launches: Mapping[int, int] | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Findings:
     """What was drained: violations, those of them whose rows fit the ring, and the words of each step, in order."""
 
@@ -118,7 +119,7 @@ class Drain:
             words = first.sheet.values[: VIOLATION_COUNT + 1].tolist()
             found |= words.pop() > 0
             self.counters = words
-            statuses = self._statuses(first) if first.sheet.statuses.any() else []
+            statuses = self._statuses(first) if np.logical_or.reduce(first.sheet.statuses) else []
             steps.append(StepWords(step=first.step, counters=words, statuses=statuses, launches=first.launches))
         if wait:
             # Also what a forward found that was given up before it could push.

@@ -97,6 +97,10 @@ class SingleForwardManager:
         self._batch: ForwardBatch | None = None
         self.groups = tuple(groups)
         self._parts = {part: f"forward {name}: {part}" for part in ("begin", "HEAD", "TAIL", "end")}
+        # A step that is repeated allocates nothing, so that its parts may be entered again.
+        self._begins, self._tails, self._ends = (
+            context.guard.contain(self._parts[part], allocates=False) for part in ("begin", "TAIL", "end")
+        )
         self._inputs = ForwardInputs(context)
         self._launches = [
             GroupLaunches(
@@ -322,11 +326,12 @@ class SingleForwardManager:
             CanaryViolationError: in raise mode, for what the step before found.
             ValueError: in raise mode, the requests contradict the limits.
         """
-        size = self._rounded(len(requests))
+        count = len(requests.rows)
+        size = self._rounded(count)
         repetition = self._repetitions.get(size)
         if repetition is None or self._phase is not Phase.IDLE:
             return False
-        with self.context.guard.contain(self._parts["begin"]) as part:
+        with self._begins as part:
             if not repetition.is_valid:
                 del self._repetitions[size]
                 return False
@@ -335,7 +340,7 @@ class SingleForwardManager:
                 return False
             self._repetition, self._written, self._captured, self._is_late = repetition, out_slots, None, True
             self._batch, self._advance, self._phase = repetition.batch, repetition.advance, Phase.BEGUN
-            self._shape, self._new_tokens = repetition.shape, len(requests)
+            self._shape, self._new_tokens = repetition.shape, count
             self._inputs.read_from(repetition.numbers, repetition.given)
             for launches in self._launches:
                 launches.by_plans = launches.group.ring
@@ -509,9 +514,9 @@ class SingleForwardManager:
         """
         if self._phase is Phase.SKIPPED:
             return
-        with self.context.guard.contain(self._parts["TAIL"], allocates=self._repetition is None) as part:
+        repetition = self._repetition
+        with self.context.guard.contain(self._parts["TAIL"]) if repetition is None else self._tails as part:
             self._expect(Phase.HEAD, "tail")
-            repetition = self._repetition
             if repetition is not None and given is repetition.given:
                 self._timed(repetition.tail)
                 self._sheet = repetition.sheet
@@ -594,7 +599,8 @@ class SingleForwardManager:
         if self._phase is Phase.SKIPPED:
             self._phase = Phase.IDLE
             return
-        with self.context.guard.contain(self._parts["end"], allocates=self._repetition is None) as part:
+        is_repeated = self._repetition is not None
+        with self._ends if is_repeated else self.context.guard.contain(self._parts["end"]) as part:
             # A replay runs HEAD and TAIL where the host does not see it; their launches are counted on the device.
             self._expect(Phase.TAIL if self._captured is None else Phase.BEGUN, "end")
             self._phase = Phase.IDLE
@@ -602,7 +608,6 @@ class SingleForwardManager:
                 if self._steps.unverified.any_marked:
                     for launches in self._launches:
                         self._steps.unverified.written(launches.group.pool, launches.out_slots[: self._new_tokens])
-                is_repeated = self._repetition is not None
                 if not is_repeated:
                     self._keep_repetition()
                 self._repetition, self._is_late = None, False
@@ -836,10 +841,11 @@ class SingleForwardManager:
         rows, prefix, number = requests.rows, requests.prefix, requests.composition.number
         if not len(rows):
             return
-        is_known = number == self._checked and requests.pending is None
-        if is_known and prefix.min() >= 0 and (requests.extend is self._checked_extend or requests.extend.min() >= 0):
-            self._checked_extend = requests.extend
-            return
+        if number == self._checked and requests.pending is None and np.minimum.reduce(prefix) >= 0:
+            extend = requests.extend
+            if extend is self._checked_extend or np.minimum.reduce(extend) >= 0:
+                self._checked_extend = extend
+                return
         wrong = (prefix < 0) | (requests.extend < 0)
         if number != self._checked:
             if len(set(rows.tolist())) != len(rows):
@@ -897,5 +903,5 @@ def _sizes(max_requests: int, max_tokens: int, *, inner: bool) -> Iterator[tuple
 
 def _copy(buffer: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy `tensor` into the front of `buffer` as far as it fits, without waiting for the device."""
-    n = min(len(tensor), len(buffer))
+    n = min(tensor.shape[0], buffer.shape[0])
     buffer[:n].copy_(tensor[:n], non_blocking=True)

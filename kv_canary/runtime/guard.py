@@ -80,7 +80,10 @@ class Guard:
 
 
 class Contained:
-    """The context of one part; `failed` says afterwards whether it was cut short."""
+    """The context of one part; `failed` says afterwards whether it was cut short.
+
+    One that does not allocate may be entered again and again, though not inside itself.
+    """
 
     __slots__ = ("_guard", "_mode", "_part", "failed")
 
@@ -95,6 +98,7 @@ class Contained:
         if not guard.depth:
             guard.since = perf_counter()
         guard.depth += 1
+        self.failed = False
         if self._mode is not None:
             self._mode.__enter__()
         return self
@@ -111,7 +115,7 @@ class Contained:
         if error is None:
             return False
         self.failed = True
-        if not isinstance(error, Exception) or isinstance(error, CanaryViolationError) or not self._guard.contains:
+        if not isinstance(error, Exception) or isinstance(error, CanaryViolationError) or not guard.contains:
             return False
-        self._guard.failed(self._part, error)
+        guard.failed(self._part, error)
         return True

@@ -104,9 +104,10 @@ class Repetition:
     @property
     def is_valid(self) -> bool:
         """Whether the memory that the launches work on is still where it was."""
-        return self._state.token_pool is self._token_pool and all(
-            x.table is table and x.made == made for x, table, made in self._memory
-        )
+        for launches, table, made in self._memory:
+            if launches.table is not table or launches.made != made:
+                return False
+        return self._state.token_pool is self._token_pool
 
     def begin(self, requests: BatchRequests) -> bool:
         """Begin a step; return False, with nothing done, where it is no such step.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -19,6 +20,7 @@ MAX_GRAPHS = 256
 _MAX_COUNTED = 1024
 
 
+@functools.lru_cache(maxsize=4096)
 def round_up(count: int, most: int) -> int:
     """Return `count` or more: a power of two from 16 on, or the most that there is. Few graphs then serve all."""
     return min(max(16, 1 << max(count - 1, 0).bit_length()), most)
@@ -125,4 +127,9 @@ def capture_graph(launch: Launch) -> Launch:
 
 def _capturing() -> bool:
     """Whether the current stream is being captured: then all of it belongs to that graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return _has_gpu() and torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()

@@ -351,15 +351,21 @@ class Steps:
 
     def _take(self, findings: Findings) -> None:
         """Count and report what was drained; with ranks, none of them raises alone: the others would wait for it."""
-        if findings.rows and self.unverified.any_marked:
-            try:
-                findings = self.unverified.take_back(findings, self.context.groups)
-            except Exception as error:
-                # What was found is told all the same.
-                self.context.guard.failed("looking for gaps among what was found", error)
-        try:
+        if not findings.total:
+            # As nearly always.
             self._accounts.take(findings)
-        except CanaryViolationError as error:
-            if self._ranks is None:
-                raise
-            self._ranks.note(error)
+            return
+        # A step that is repeated is begun in whatever mode the engine is.
+        with torch.inference_mode(False):
+            if findings.rows and self.unverified.any_marked:
+                try:
+                    findings = self.unverified.take_back(findings, self.context.groups)
+                except Exception as error:
+                    # What was found is told all the same.
+                    self.context.guard.failed("looking for gaps among what was found", error)
+            try:
+                self._accounts.take(findings)
+            except CanaryViolationError as error:
+                if self._ranks is None:
+                    raise
+                self._ranks.note(error)

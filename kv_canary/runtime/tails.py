@@ -31,10 +31,10 @@ class Progress:
             goes_on = self._owners[rows] == requests.owners
             goes_on &= self._identities[rows] == composition.identities
             if not goes_on.all():
-                which = np.flatnonzero(~goes_on | (lengths != prefix))
+                which = (~goes_on | (lengths != prefix)).nonzero()[0]
                 return which, np.where(goes_on & (lengths <= prefix), lengths, 0)[which]
             self._whole = composition.number
-        which = np.flatnonzero(lengths != prefix)
+        which = (lengths != prefix).nonzero()[0]
         starts = lengths[which]
         starts[starts > prefix[which]] = 0
         return which, starts
@@ -49,7 +49,7 @@ class Progress:
                 return None
             self._whole = composition.number
         lengths = self._lengths[rows]
-        return lengths if (lengths + 1 == requests.prefix).all() else None
+        return lengths if np.logical_and.reduce(lengths + 1 == requests.prefix) else None
 
     def forget(self, rows: Int64s) -> None:
         """Let `rows` start anew."""
@@ -159,7 +159,7 @@ def segments_of(
     newest = requests.newest(which[single], lasts[single]) if single.any() else None
     if newest is not None:
         flat[offsets[:-1][single]] = newest
-    rest = np.flatnonzero(counts != 1 if newest is not None else counts >= 0)
+    rest = (counts != 1 if newest is not None else counts >= 0).nonzero()[0]
     for n, i in zip(rest.tolist(), which[rest].tolist(), strict=True):
         first, last = int(firsts[n]), int(lasts[n])
         tokens = requests.tokens(i, first, last)

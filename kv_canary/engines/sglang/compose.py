@@ -54,9 +54,10 @@ class Requests:
         """Return the own token before each end; None where the host has not got one of them yet."""
         at = ends - 1 - self.prompts(members)
         texts = list(map(_OUTPUT, members))
-        for i in np.flatnonzero(at < 0).tolist():
-            # From behind.
-            texts[i] = _PROMPT(members[i])
+        if np.minimum.reduce(at) < 0:
+            for i in (at < 0).nonzero()[0].tolist():
+                # From behind.
+                texts[i] = _PROMPT(members[i])
         try:
             return np.fromiter(map(getitem, texts, at.tolist()), np.int64, len(members))
         except IndexError:
@@ -85,7 +86,8 @@ class Composer:
         reqs, mirror = schedule_batch.reqs, schedule_batch.req_pool_indices_cpu
         decodes = schedule_batch.forward_mode.is_decode()
         mine, other = (self._decoding, self._others) if decodes else (self._others, self._decoding)
-        if mine.composition is not None and reqs == mine.reqs and _is(mine.composition.rows, mirror):
+        # The scheduler makes a new mirror where rows change.
+        if mine.composition is not None and reqs == mine.reqs and mine.has_rows(mirror):
             return mine.composition
         rows, owners, identities, prompts = (np.zeros(len(reqs), np.int64) for _ in range(4))
         unknown = np.arange(len(reqs))
@@ -136,15 +138,28 @@ class _List:
         self.reqs: list[Any] = []
         self.index: dict[Any, int] = {}
         self.composition: Composition | None = None
+        # What was last seen to hold its rows.
+        self._mirror: Any = None
+
+    def has_rows(self, mirror: Any) -> bool:
+        """Whether the composition's rows are those that the scheduler keeps of the batch on the host."""
+        if mirror is None or mirror is not self._mirror:
+            if self.composition is None or not _is(self.composition.rows, mirror):
+                return False
+            self._mirror = mirror
+        return True
 
     def take(self, reqs: Sequence[Any], composition: Composition) -> None:
-        self.reqs, self.composition = list(reqs), composition
+        self.reqs, self.composition, self._mirror = list(reqs), composition, None
         self.index = dict(zip(reqs, range(len(reqs)), strict=True))
 
 
 def _is(rows: Int64s, mirror: Any) -> bool:
     """Whether these are the rows that the scheduler keeps of the batch on the host."""
-    return mirror is not None and len(rows) == len(mirror) and bool((rows == mirror.numpy()).all())
+    if mirror is None:
+        return False
+    there = mirror.numpy()
+    return rows.shape == there.shape and bool(np.logical_and.reduce(rows == there))
 
 
 @functools.lru_cache(maxsize=256)
@@ -170,14 +185,14 @@ def requests_of(forward_batch: Any, *, lookahead: int) -> BatchRequests | None:
     newest = None
     if forward_batch.forward_mode.is_decode() and forward_batch.seq_lens_cpu is not None:
         # The new token is counted already.
-        prefix = forward_batch.seq_lens_cpu.numpy().astype(np.int64) - 1
+        prefix = np.subtract(forward_batch.seq_lens_cpu.numpy(), 1, dtype=np.int64)
         extend = _ones(len(prefix))
     else:
         prefix, extend = np.array(batches.lengths(forward_batch), np.int64).reshape(-1, 2).T.copy()
     if len(prefix) != len(composition):
         return None
     try:
-        if lookahead or not (prefix > 0).all():
+        if lookahead or not len(prefix) or np.minimum.reduce(prefix) <= 0:
             known = np.fromiter(map(batches.known_tokens, composition.members), np.int64, len(composition))
             has_all = not ((prefix > 0) & (known < prefix + lookahead)).any()
         else:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from kv_canary.runtime.cached import CachedSlots
 from kv_canary.runtime.capacities import CanaryLimits
 from kv_canary.runtime.composition import BatchRequests
 from kv_canary.runtime.forward import SingleForwardManager
+from kv_canary.runtime.guard import Contained
 from kv_canary.runtime.host import send
 from kv_canary.runtime.manager import CanaryManager
 from kv_canary.runtime.pools import BufferGroup
@@ -215,6 +215,16 @@ class Session:
             self._patches.undo_all()
             self.manager.close()
             raise
+        # Parts of every forward, which allocate nothing, so that they may be entered again.
+        self._notes, self._repeats, self._describes, self._reads = (
+            self._contain(part, allocates=False)
+            for part in (
+                "noting the requests of a batch",
+                "following a forward",
+                "describing a forward",
+                "reading what the model was given",
+            )
+        )
         self._lookahead = max(g.token_offset for g in groups)
         self._composer = compose.Composer(self.owners, self._identities)
         self._describer = batches.Describer(
@@ -246,7 +256,7 @@ class Session:
 
     def note(self, forward_batch: Any, schedule_batch: Any) -> None:
         """Keep with a forward batch who the forward is of."""
-        with self._contain("noting the requests of a batch", allocates=False):
+        with self._notes:
             composition = None
             if self._speculation is None and not beams.has_rows(schedule_batch):
                 composition = self._composer.compose(schedule_batch)
@@ -321,7 +331,7 @@ class Session:
             finally:
                 self.manager.close()
 
-    def _contain(self, part: str, *, allocates: bool = True) -> AbstractContextManager[Any]:
+    def _contain(self, part: str, *, allocates: bool = True) -> Contained:
         return self.manager.guard.contain(part, allocates=allocates)
 
     @contextlib.contextmanager
@@ -343,12 +353,18 @@ class Session:
         """Begin a forward and run HEAD; return what is to be ended behind it, or None where it goes by unwatched."""
         if self.off or runner not in self._groups or not forward_batch.batch_size:
             return None
-        self._retire_freed()
+        if self._lifetime.has_freed:
+            self._retire_freed()
+        requests = None
+        with self._repeats as part:
+            requests = self._composed(forward_batch)
+            if requests is not None and (watched := self._repeat(runner, forward_batch, requests)) is not None:
+                return watched
+        if part.failed:
+            self._forget()
+            return None
         with self.manager.guard.contain("following a forward") as part:
             watched = self._watched(runner, forward_batch)
-            requests = self._composed(forward_batch)
-            if requests is not None and self._repeat(watched, runner, forward_batch, requests):
-                return watched
             batch, why = self._described(runner, forward_batch, requests)
             if batch is None:
                 self._describer.forget()
@@ -363,7 +379,7 @@ class Session:
 
     def _composed(self, forward_batch: Any) -> BatchRequests | None:
         """Return the requests of a forward in arrays; None: they have to be described one by one."""
-        with self._contain("describing a forward"):
+        with self._describes:
             try:
                 return compose.requests_of(forward_batch, lookahead=self._lookahead)
             except batches.UnknownKindError:
@@ -371,16 +387,19 @@ class Session:
                 return None
         return None
 
-    def _repeat(self, watched: SingleForwardManager, runner: Any, forward_batch: Any, requests: BatchRequests) -> bool:
-        """Begin a forward that is like the last one but for its lengths, and run HEAD; False: it is not known to be."""
-        if not self._graphs.may_replay(runner, forward_batch):
-            return False
+    def _repeat(self, runner: Any, forward_batch: Any, requests: BatchRequests) -> SingleForwardManager | None:
+        """Begin a forward that is like the last one but for its lengths, and run HEAD; None: it is not known to be."""
+        # What is composed drafts nothing.
+        watched = self._forwards.get((runner, False))
+        if watched is None or not self._graphs.may_replay(runner, forward_batch):
+            return None
         slots = forward_batch.out_cache_loc
         try:
-            return watched.repeat(requests, out_slots=lambda: self._out_slots(runner, slots[: requests.num_tokens]))
+            repeats = watched.repeat(requests, out_slots=lambda: self._out_slots(runner, slots[: requests.num_tokens]))
         except BaseException:
             watched.abort()
             raise
+        return watched if repeats else None
 
     def _begin(self, watched: SingleForwardManager, batch: ForwardBatch) -> None:
         failures = self.manager.guard.failures.total()
@@ -406,7 +425,7 @@ class Session:
 
     def _given(self, watched: SingleForwardManager, runner: Any, forward_batch: Any, result: Any) -> ModelInputs | None:
         """Return what the model has read, in place where a graph of the decode's has; None: as it was described."""
-        with self._contain("reading what the model was given", allocates=False):
+        with self._reads:
             given = self._graphs.inputs_of(runner, result, watched.groups)
             if given is None and watched.repeats:
                 given = self._inputs(runner, forward_batch)
@@ -520,8 +539,6 @@ class Session:
         return {g.name: slots if g.lut is None else g.lut[slots] for g in self._groups[runner]}
 
     def _retire_freed(self) -> None:
-        if not self._lifetime.has_freed:
-            return
         with self._following("what was freed"):
             for pool, slots in self._lifetime.take():
                 self.manager.retire(pool, slots)
