@@ -83,11 +83,11 @@ class _Totals:
             yield (), read(self.facts)
 
     def of_cost(self, read: Callable[[CanaryCost], float | None]) -> Iterator[_Sample]:
-        """Yield what `read` says in microseconds, in seconds; nothing where it is not known."""
+        """Yield what `read` says; nothing where it is not known."""
         cost = None if self.facts is None else self.facts.cost
         value = None if cost is None else read(cost)
         if value is not None:
-            yield (), value / 1e6
+            yield (), value
 
     def found(self) -> Iterator[_Sample]:
         found = {} if self.facts is None else self.facts.found
@@ -204,25 +204,25 @@ METRICS = (
         name="kv_canary_step_seconds",
         kind="gauge",
         doc="From one step to the next: the median of the last ones.",
-        read=lambda t: t.of_cost(lambda cost: cost.step_us),
+        read=lambda t: t.of_cost(lambda cost: cost.step_us / 1e6),
     ),
     MetricSpec(
         name="kv_canary_host_seconds",
         kind="gauge",
         doc="The host's time of a step that the canary and its adapter take: the median of the last ones.",
-        read=lambda t: t.of_cost(lambda cost: cost.host_us),
+        read=lambda t: t.of_cost(lambda cost: cost.host_us / 1e6),
     ),
     MetricSpec(
         name="kv_canary_device_seconds",
         kind="gauge",
         doc="The device's time of a step that the canary takes: the median of those timed last; absent on a CPU.",
-        read=lambda t: t.of_cost(lambda cost: cost.device_us),
+        read=lambda t: t.of_cost(lambda cost: None if cost.device_us is None else cost.device_us / 1e6),
     ),
     MetricSpec(
         name="kv_canary_device_waits",
         kind="gauge",
         doc="1 where the device waits for the host at nearly every step, so that the host's time is what steps take.",
-        read=lambda t: t.of_cost(lambda cost: 1e6 * cost.device_waits),
+        read=lambda t: t.of_cost(lambda cost: float(cost.device_waits)),
     ),
     MetricSpec(
         name="kv_canary_last_step",

@@ -121,8 +121,12 @@ class _Cut(NamedTuple):
     views: list[torch.Tensor]
 
 
+@torch.inference_mode(False)
 def pinned(words: int, device: torch.device) -> torch.Tensor:
-    """Return int64 [words] on the host, zeroed, which copies to and from `device` need not wait for."""
+    """Return int64 [words] on the host, zeroed, which copies to and from `device` need not wait for.
+
+    In whatever mode the engine is, it can be written to in any other.
+    """
     return torch.zeros(words, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
 

@@ -11,7 +11,7 @@ import torch
 
 import kv_canary as kc
 from kv_canary.observers import Observer, StepFacts
-from kv_canary.runtime.drain import Findings
+from kv_canary.runtime.drain import Drain, Findings
 
 from .engine import Engine, Request, full_engine, make_pool
 
@@ -339,3 +339,14 @@ def test_an_engine_without_a_row_table_still_has_its_requests_named() -> None:
     engine.step((b, 1))
     found = {(r.request_id, r.record.request_id) for r in engine.found() if "POSITION" not in r.reasons}
     assert {("a", "a"), ("b", "a")} <= found
+
+
+def test_memory_for_the_words_serves_in_any_mode() -> None:
+    """An engine in inference mode may end a step of which nothing was allocated before."""
+    engine = full_engine()
+    drain = Drain(engine.manager.state)
+    with torch.inference_mode():
+        drain.push(1, {}, launches=None)
+        drain.poll()
+    drain.push(2, {}, launches=None)
+    assert [words.step for words in drain.poll().steps] == [2]

@@ -14,6 +14,7 @@ import kv_canary as kc
 from kv_canary import ops
 from kv_canary.observers import Observer
 from kv_canary.runtime.drain import Drain
+from kv_canary.runtime.guard import Guard
 from kv_canary.runtime.summary import RECENT_STEPS
 from kv_canary.runtime.unverified import Unverified
 
@@ -365,3 +366,16 @@ def test_one_key_gives_the_same_names_everywhere_and_another_gives_others() -> N
     assert one.token(5) == same.token(5) != other.token(5)
     assert Redactor().name("a") != Redactor().name("a")
     assert (one.token(None), one.token(-1), one.word(0), one.name(None)) == (None, -1, 0, None)
+
+
+def test_a_part_that_is_entered_again_tells_of_its_last_time() -> None:
+    guard = Guard(contains=True)
+    part = guard.contain("a part", allocates=False)
+    for fails in (False, True, False, True):
+        with part as entered:
+            if fails:
+                raise ValueError
+        assert entered.failed is fails
+    assert guard.failures == {"a part: ValueError": 2}
+    assert guard.depth == 0
+    assert guard.spent > 0
