@@ -45,10 +45,12 @@ def _prefixes(
     a: Mapping[str, Any], *, capacity: int, after_write: bool, op: str, tile: str
 ) -> Generator[str, None, torch.Tensor]:
     """What plan and verify_prefixes have in common; return the slots that entries are found in, where there is one."""
-    table, lut, window = a["req_to_token"], a["lut"], a["window"]
-    num_rows, max_len = table.shape
+    table, lut, window, size = a["req_to_token"], a["lut"], a["window"], a["page_size"]
+    num_rows, max_len = table.shape[0], table.shape[1] * size
     rows, prefix, extend = a["rows"], a["prefix_lens"], a["extend_lens"]
-    in_range = (rows >= 0) & (rows < num_rows) & (prefix >= 0) & (prefix <= max_len) & (extend >= 0)
+    places = rows if a["table_rows"] is None else a["table_rows"]
+    in_range = (rows >= 0) & (rows < 1 << 31) & (places >= 0) & (places < num_rows)
+    in_range = in_range & (prefix >= 0) & (prefix <= max_len) & (extend >= 0)
     live = in_range & (rows > 0) & (extend < 1 << 31)
     yield from _batch(prefix[live], extend[live])
     yield from _requests(rows)
@@ -79,9 +81,14 @@ def _prefixes(
         yield "capacity:truncated"
         request, position = request[:capacity], position[:capacity]
     yield from _tile(tile, len(request), of=(op, "entries"))
-    slots: torch.Tensor = table[rows[request], position].to(torch.int64)
+    pages = table[places[request], position // size].to(torch.int64)
+    slots: torch.Tensor = torch.where(pages < 0, pages, pages * size + position % size)
+    if size > 1:
+        yield "table:odd" if size & (size - 1) else "table:pages"
+    if a["table_rows"] is not None:
+        yield "table:rows"
     if lut is not None:
-        if bool((lut < 0).any()) or bool(((table < 0) | (table >= len(lut))).any()):
+        if bool((lut < 0).any()) or bool(((table < 0) | (table.long() * size >= len(lut))).any()):
             yield "hostile:value"
         if bool((lut[1:] == 0).any()):
             yield "residency:evicted"
@@ -305,6 +312,8 @@ def _source(source: KvSource, num_slots: int) -> Features:
     yield "alignment:word" if source.alignment >= 8 else "alignment:less"
     if source.slot_bias:
         yield "layout:bias"
+    if source.token_stride_bytes > source.bytes_per_token and source.page_size > 1:
+        yield "layout:between"
     if source.offset_bytes:
         yield "layout:offset"
     if source.row_stride_bytes > source.row_bytes:

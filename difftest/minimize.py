@@ -237,8 +237,11 @@ class _Search:
         smaller: dict[str, torch.Tensor] = {}
         for leaf in self.spec.leaves(call):
             columns = {} if leaf.spec is None else leaf.spec.index_of
-            translated = symbol == "num_slots" and "lut_len" in columns and call.get("lut") is not None
-            if symbol not in columns or translated:
+            is_table = "lut_len" in columns
+            translated = is_table and symbol == "num_slots" and call.get("lut") is not None
+            # Pages are not slots: the slots that one names are not numbered anew one by one.
+            paged = is_table and call.get("page_size", 1) > 1
+            if symbol not in columns or translated or paged:
                 continue
             column = columns[symbol]
             values = leaf.tensor.clone()

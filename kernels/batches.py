@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from kv_canary.constants import BAD_SLOT, HEAD_OF_CHAIN, STRIDE_BLOCK, UNCHECKED, Status
-from kv_canary.kernels.launching import begin, overlapping
+from kv_canary.kernels.launching import begin, divide, overlapping
+from kv_canary.specs.plan import longest_prefix
 from kv_canary.specs.structures import WritePlan
 
 # Requests that one program lays out at a time, at least and at most, and that are counted at once to find an entry's.
@@ -29,6 +30,7 @@ class Batch(NamedTuple):
     """The requests of a forward, as a kernel is given them."""
 
     rows: Any
+    table_rows: Any
     prefix_lens: Any
     extend_lens: Any
     strides: Any
@@ -49,16 +51,23 @@ class Plan(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """The tables of cached positions, and the position from which on they are read, as a kernel is given them."""
+    """The tables of cached positions, and the position from which on they are read, as a kernel is given them.
+
+    Where a page has POWERS-of-two slots, `page_bits` is the logarithm of their number; PAGED: it has more than one.
+    """
 
     req_to_token: Any
     row_stride: Any
     num_rows: Any
     max_len: Any
+    page_size: Any
+    page_bits: Any
     lut: Any
     lut_len: Any
     window: Any
     AFTER_WRITE: Any
+    PAGED: Any
+    POWERS: Any
 
 
 class Tokens(NamedTuple):
@@ -74,13 +83,14 @@ class Tokens(NamedTuple):
 
 def batch_of(
     rows: torch.Tensor,
+    table_rows: torch.Tensor | None,
     prefix_lens: torch.Tensor,
     extend_lens: torch.Tensor,
     strides: torch.Tensor | None,
     step: torch.Tensor | None,
 ) -> Batch:
     """Return what a kernel is told of the requests of a forward."""
-    return Batch(rows, prefix_lens, extend_lens, strides, step, rows.shape[0])
+    return Batch(rows, table_rows, prefix_lens, extend_lens, strides, step, rows.shape[0])
 
 
 def layout_options(size: int, device: torch.device) -> dict[str, Any]:
@@ -90,13 +100,23 @@ def layout_options(size: int, device: torch.device) -> dict[str, Any]:
 
 
 def tables_of(
-    req_to_token: torch.Tensor, lut: torch.Tensor | None, window: int, *, after_write: bool = False
+    req_to_token: torch.Tensor, page_size: int, lut: torch.Tensor | None, window: int, *, after_write: bool = False
 ) -> Tables:
     """Return what a kernel is told of the tables of a group."""
-    num_rows, max_len = req_to_token.shape
-    lut_len = 0 if lut is None else lut.shape[0]
+    num_rows, num_pages = req_to_token.shape
     return Tables(
-        req_to_token, req_to_token.stride(0), num_rows, max_len, lut, lut_len, window, tl.constexpr(after_write)
+        req_to_token=req_to_token,
+        row_stride=req_to_token.stride(0),
+        num_rows=num_rows,
+        max_len=longest_prefix(num_pages, page_size),
+        page_size=page_size,
+        page_bits=page_size.bit_length() - 1,
+        lut=lut,
+        lut_len=0 if lut is None else lut.shape[0],
+        window=window,
+        AFTER_WRITE=tl.constexpr(after_write),
+        PAGED=tl.constexpr(page_size > 1),
+        POWERS=tl.constexpr(page_size & (page_size - 1) == 0),
     )
 
 
@@ -123,8 +143,15 @@ def tokens_of(expected: torch.Tensor | None, known_lens: torch.Tensor | None, of
 
 @triton.jit
 def look_up(tables, row, position, valid):
-    """The slot of each valid (row, position), both in range, and whether the LUT was asked out of range."""
-    slot = tl.load(tables.req_to_token + row * tables.row_stride + position, mask=valid, other=0).to(tl.int64)
+    """The slot of each valid (row of the table, position), in range, and whether the LUT was asked out of range."""
+    column, inside = position, position - position
+    if tables.PAGED:
+        # Positions fit 32 bits where they are valid.
+        page, in_page = divide(position.to(tl.uint32), tables.page_size, tables.page_bits, tables.POWERS)
+        column, inside = page.to(tl.int64), in_page.to(tl.int64)
+    slot = tl.load(tables.req_to_token + row * tables.row_stride + column, mask=valid, other=0).to(tl.int64)
+    if tables.PAGED:
+        slot = tl.where(slot < 0, slot, slot * tables.page_size + inside)
     # Without a LUT nothing is asked out of range.
     bad = slot != slot
     if tables.lut is not None:
@@ -190,7 +217,7 @@ def lay_out(
     for first in range(0, batch.size, BLOCK):
         r = first + tl.arange(0, BLOCK).to(tl.int64)
         inside = r < batch.size
-        _row, _in, prefix, extend, _live, _row_ok, _lens_ok = _requests(batch, tables, r, inside)
+        _row, _at, _in, prefix, extend, _live, _row_ok, _lens_ok = _requests(batch, tables, r, inside)
         start = _first_position(tables, prefix, extend)
         count = tl.maximum(prefix - start, 0)
         if batch.strides is not None:
@@ -216,19 +243,23 @@ def lay_out(
 
 @triton.jit
 def _requests(batch, tables, r, inside):
-    """Row, prefix as given, prefix and extend as they count, and whether it lives, its row is one and its lengths can
-    be, of each request."""
+    """Row, row of the table, prefix as given, prefix and extend as they count, and whether it lives, its rows are such
+    and its lengths can be, of each request."""
     # r < size
     row = tl.load(batch.rows + r, mask=inside, other=0)
     prefix_in = tl.load(batch.prefix_lens + r, mask=inside, other=0)
     extend_in = tl.load(batch.extend_lens + r, mask=inside, other=0)
-    row_ok = (row >= 0) & (row < tables.num_rows)
+    table_row = row
+    row_ok = (row >= 0) & (row <= 0x7FFFFFFF)
+    if batch.table_rows is not None:
+        table_row = tl.load(batch.table_rows + r, mask=inside, other=0)
+    row_ok = row_ok & (table_row >= 0) & (table_row < tables.num_rows)
     extend_ok = (extend_in >= 0) & (extend_in <= 0x7FFFFFFF)
     lens_ok = (prefix_in >= 0) & (prefix_in <= tables.max_len) & extend_ok
     live = inside & row_ok & lens_ok & (row != 0)
     prefix = tl.where(live, prefix_in, 0)
     extend = tl.where(inside & extend_ok, extend_in, 0)
-    return row, prefix_in, prefix, extend, live, row_ok, lens_ok
+    return row, table_row, prefix_in, prefix, extend, live, row_ok, lens_ok
 
 
 @triton.jit
@@ -251,10 +282,10 @@ def plan_write(
     for first in range(0, batch.size, BLOCK):
         r = first + tl.arange(0, BLOCK).to(tl.int64)
         inside = r < batch.size
-        row, prefix_in, prefix, extend, live, row_ok, lens_ok = _requests(batch, tables, r, inside)
+        row, table_row, prefix_in, prefix, extend, live, row_ok, lens_ok = _requests(batch, tables, r, inside)
         seeded = live & (prefix > 0)
-        # seeded: 0 < row < num_rows, 0 <= prefix - 1 < max_len
-        seed, _bad = look_up(tables, row, prefix - 1, seeded)
+        # seeded: 0 <= table_row < num_rows, 0 <= prefix - 1 < max_len
+        seed, _bad = look_up(tables, table_row, prefix - 1, seeded)
         owner = row
         if owners_ptr is not None:
             owner = tl.load(owners_ptr + r, mask=inside, other=0)
@@ -321,6 +352,9 @@ def find_entries(batch, tables, tokens, entry_offsets_ptr, longest_stride_ptr, f
     r = _find_requests(batch, entry_offsets_ptr, first, n, BLOCK)
     # 0 <= r < size; the request is live, so its row and lengths are in range
     row = tl.load(batch.rows + r, mask=valid, other=0)
+    table_row = row
+    if batch.table_rows is not None:
+        table_row = tl.load(batch.table_rows + r, mask=valid, other=0)
     prefix = tl.load(batch.prefix_lens + r, mask=valid, other=0)
     extend = tl.load(batch.extend_lens + r, mask=valid, other=0)
     k = entry - tl.load(entry_offsets_ptr + r, mask=valid, other=0)
@@ -343,9 +377,9 @@ def find_entries(batch, tables, tokens, entry_offsets_ptr, longest_stride_ptr, f
             begins = begins | ((stride > 1) & apart)
 
     # valid: 0 <= start <= position < prefix <= max_len
-    slot, lut_bad = look_up(tables, row, position, valid)
+    slot, lut_bad = look_up(tables, table_row, position, valid)
     has_previous = valid & (position > start)
-    previous, _ = look_up(tables, row, position - 1, has_previous)
+    previous, _ = look_up(tables, table_row, position - 1, has_previous)
     previous = tl.where(position == start, _UNCHECKED, previous)
     previous = tl.where(position == 0, _HEAD_OF_CHAIN, previous)
     return r, row, slot, previous, position, expected_token(tokens, r, row, position, valid), begins, lut_bad

@@ -105,7 +105,7 @@ def check_entries(
     step,
     # outputs
     log,
-    tag,
+    site,
     # constants
     TRACK_LIFETIME: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -179,7 +179,7 @@ def check_entries(
             reasons += tl.where(checked & ((as_u64(kv) >> 32) != v_print), _V, 0)
         zeros = tl.zeros([BLOCK], dtype=tl.int64)
         words = (
-            zeros + tag,
+            zeros + site,
             reasons.to(tl.int64),
             slot,
             row,

@@ -86,3 +86,13 @@ def one_program_lanes(count: int, device: torch.device) -> int:
     """Return the lanes of a program that takes on `count` elements alone; 0 where they are too many for one."""
     sizes = INTERPRETER_LANES if compute_capability(device) is None else ONE_PROGRAM_LANES
     return next((lanes for lanes in sizes if count <= lanes), 0)
+
+
+@triton.jit
+def divide(x, divisor, bits, POWERS: tl.constexpr):
+    """x // divisor and x % divisor of uint32 x, without a division where divisors are powers of two, 1 << bits."""
+    if POWERS:
+        quotient, rest = x >> tl.cast(bits, tl.uint32), x & (tl.cast(divisor, tl.uint32) - 1)
+    else:
+        quotient, rest = x // tl.cast(divisor, tl.uint32), x % tl.cast(divisor, tl.uint32)
+    return quotient, rest

@@ -88,6 +88,8 @@ def plan(
     prefix_lens: torch.Tensor,
     extend_lens: torch.Tensor,
     req_to_token: torch.Tensor,
+    table_rows: torch.Tensor | None,
+    page_size: int,
     window: int,
     after_write: bool,
     lut: torch.Tensor | None,
@@ -103,8 +105,8 @@ def plan(
 ) -> None:
     """Turn a batch's rows and lengths into the entries to verify and the segments to write; see specs/plan.py."""
     capacity = verify_plan.slots.shape[0]
-    batch = batch_of(rows, prefix_lens, extend_lens, strides, step)
-    tables = tables_of(req_to_token, lut, window, after_write=after_write)
+    batch = batch_of(rows, table_rows, prefix_lens, extend_lens, strides, step)
+    tables = tables_of(req_to_token, page_size, lut, window, after_write=after_write)
     lay_out_alone[(1,)](
         # inputs
         batch,

@@ -30,6 +30,12 @@ def log_of(violations: ViolationLog) -> Log:
 
 
 @triton.jit
+def tag_of(site):
+    """The tag of a launch site, as `Endpoint.site` has it."""
+    return site & 0xFF
+
+
+@triton.jit
 def report(log, chosen, words):
     """Append a row for each chosen lane: `words`, a tuple of as many int64 lanes as a row has words."""
     out_ptr, fits = claim_rows(chosen, log.count, log.ring, log.capacity)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from kv_canary.kernels.hashing import as_u64, mix
+from kv_canary.kernels.launching import divide
 from kv_canary.specs.structures import KvSource
 
 # Fingerprints of at most so many bytes of each token are narrow: there is a thread for each.
@@ -30,6 +31,7 @@ class Source(NamedTuple):
     row_stride: Any
     page_size: Any
     bytes_per_token: Any
+    token_stride: Any
     read_bytes: Any
     num_windows: Any
     offset_bytes: Any
@@ -58,6 +60,7 @@ def source_of(source: KvSource | None, *, max_words: int = MAX_BLOCK_WORDS) -> S
         row_stride=source.row_stride_bytes,
         page_size=source.page_size,
         bytes_per_token=source.bytes_per_token,
+        token_stride=source.token_stride_bytes,
         read_bytes=source.read_bytes,
         num_windows=source.num_windows,
         offset_bytes=source.offset_bytes,
@@ -104,28 +107,18 @@ def begin_fingerprint(source, slot, position, valid):
         # Lanes that are not valid compute addresses from anything; every load below is masked by `valid`. Positions
         # and a pool's tokens fit 32 bits, in which a division takes a fraction of the time.
         where, token = position.to(tl.uint32), (slot - source.slot_bias).to(tl.uint32)
-        round_, layer = _divide(where, source.num_layers, source.layer_bits, source.POWERS)
-        _round, window = _divide(round_, source.num_windows, 0, source.POWERS)
-        row, in_row = _divide(token, source.page_size, source.page_bits, source.POWERS)
+        round_, layer = divide(where, source.num_layers, source.layer_bits, source.POWERS)
+        _round, window = divide(round_, source.num_windows, 0, source.POWERS)
+        row, in_row = divide(token, source.page_size, source.page_bits, source.POWERS)
         window_start = window.to(tl.int64) * source.read_bytes
         window_bytes = tl.minimum(source.read_bytes, source.bytes_per_token - window_start)
         # layer < num_layers: the table holds one address per layer.
         address = tl.load(source.table + layer.to(tl.int64), mask=valid, other=0)
         address += row.to(tl.int64) * source.row_stride + source.offset_bytes
-        address += in_row.to(tl.int64) * source.bytes_per_token + window_start
+        address += in_row.to(tl.int64) * source.token_stride + window_start
         if source.ONE_STEP:
             words = _load_words(source, address, window_bytes, 0, valid)
     return words, address, window_bytes
-
-
-@triton.jit
-def _divide(x, divisor, bits, POWERS: tl.constexpr):
-    """x // divisor and x % divisor of uint32 x, without a division where divisors are powers of two, 1 << bits."""
-    if POWERS:
-        quotient, rest = x >> tl.cast(bits, tl.uint32), x & (tl.cast(divisor, tl.uint32) - 1)
-    else:
-        quotient, rest = x // tl.cast(divisor, tl.uint32), x % tl.cast(divisor, tl.uint32)
-    return quotient, rest
 
 
 @triton.jit

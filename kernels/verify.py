@@ -9,14 +9,14 @@ import triton.language as tl
 from kv_canary.kernels.checking import BLOCK_ENTRIES, begin_check, check_entries, sources_of, tile_options
 from kv_canary.kernels.launching import begin, overlapping, persistent_grid
 from kv_canary.kernels.records import records_of
-from kv_canary.kernels.reporting import log_of
+from kv_canary.kernels.reporting import log_of, tag_of
 from kv_canary.specs.structures import Endpoint, VerifyPlan, ViolationLog
 
 # Elements that are taken at a time, by what they are.
 TILES = {"entries": BLOCK_ENTRIES}
 
 
-@triton.jit(do_not_specialize=["tag"])
+@triton.jit(do_not_specialize=["site"])
 def _verify(
     # inputs
     slots_ptr,
@@ -35,7 +35,7 @@ def _verify(
     # outputs
     log,
     counters_ptr,
-    tag,
+    site,
     # constants
     TRACK_LIFETIME: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -46,8 +46,8 @@ def _verify(
     step = tl.load(step_ptr)
     pid = tl.program_id(0).to(tl.int64)
     if pid == 0:
-        tl.atomic_add(counters_ptr + tag * 2, 1)
-        tl.atomic_add(counters_ptr + tag * 2 + 1, n)
+        tl.atomic_add(counters_ptr + tag_of(site) * 2, 1)
+        tl.atomic_add(counters_ptr + tag_of(site) * 2 + 1, n)
     for first in range(pid * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
         entry = first + tl.arange(0, BLOCK)
         live = entry < n
@@ -73,7 +73,7 @@ def _verify(
             # outputs
             log,
             # constants
-            tag,
+            site,
             TRACK_LIFETIME,
             BLOCK,
         )
@@ -111,7 +111,7 @@ def verify(
         log_of(violations),
         counters,
         # constants
-        tag=int(endpoint.tag),
+        site=endpoint.site,
         TRACK_LIFETIME=track_lifetime,
         **tile,
         **overlapping(step.device),

@@ -26,7 +26,7 @@ from kv_canary.kernels.batches import (
 from kv_canary.kernels.checking import BLOCK_ENTRIES, begin_check, check_entries, sources_of, tile_options
 from kv_canary.kernels.launching import begin, few_entries, overlapping, persistent_grid
 from kv_canary.kernels.records import records_of
-from kv_canary.kernels.reporting import log_of
+from kv_canary.kernels.reporting import log_of, tag_of
 from kv_canary.specs.structures import Endpoint, ResolvedSlots, ViolationLog, WritePlan
 
 _LUT_RANGE = tl.constexpr(int(Status.LUT_RANGE))
@@ -43,7 +43,7 @@ def _fit(x):
     return tl.minimum(x, _INT32_MAX).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["tag"])
+@triton.jit(do_not_specialize=["site"])
 def _verify_prefixes(
     # inputs
     batch,
@@ -68,7 +68,7 @@ def _verify_prefixes(
     runs_ptr,
     log,
     counters_ptr,
-    tag,
+    site,
     # constants
     TRACK_LIFETIME: tl.constexpr,
     LAYS_OUT: tl.constexpr,
@@ -99,8 +99,8 @@ def _verify_prefixes(
     else:
         n = tl.load(num_valid_ptr).to(tl.int64)
     if pid == 0:
-        tl.atomic_add(counters_ptr + tag * 2, 1)
-        tl.atomic_add(counters_ptr + tag * 2 + 1, n)
+        tl.atomic_add(counters_ptr + tag_of(site) * 2, 1)
+        tl.atomic_add(counters_ptr + tag_of(site) * 2 + 1, n)
         plan_write(
             # inputs
             batch,
@@ -149,7 +149,7 @@ def _verify_prefixes(
                 # outputs
                 log,
                 # constants
-                tag,
+                site,
                 TRACK_LIFETIME,
                 BLOCK,
             )
@@ -162,6 +162,8 @@ def verify_prefixes(
     prefix_lens: torch.Tensor,
     extend_lens: torch.Tensor,
     req_to_token: torch.Tensor,
+    table_rows: torch.Tensor | None,
+    page_size: int,
     window: int,
     lut: torch.Tensor | None,
     expected_tokens: torch.Tensor | None,
@@ -183,8 +185,8 @@ def verify_prefixes(
     """Check every cached position of a batch, straight from the tables; see specs/verify_prefixes.py."""
     capacity = resolved.entries.shape[0]
     tile = tile_options(endpoint)
-    batch = batch_of(rows, prefix_lens, extend_lens, strides, step)
-    tables = tables_of(req_to_token, lut, window)
+    batch = batch_of(rows, table_rows, prefix_lens, extend_lens, strides, step)
+    tables = tables_of(req_to_token, page_size, lut, window)
     layout = (entry_offsets, longest_stride, resolved.num_valid, resolved.num_requested, status)
     # The status has one writer then: with a LUT, all programs may add to it.
     lays_out = capacity <= few_entries(rows.device) and batch.size <= BLOCK_REQUESTS and lut is None
@@ -212,7 +214,7 @@ def verify_prefixes(
         log_of(violations),
         counters,
         # constants
-        tag=int(endpoint.tag),
+        site=endpoint.site,
         TRACK_LIFETIME=track_lifetime,
         LAYS_OUT=lays_out,
         BLOCK_REQUESTS=BLOCK_REQUESTS,

@@ -11,7 +11,7 @@ from kv_canary.kernels.batches import expected_token, tokens_of
 from kv_canary.kernels.checking import begin_check, check_entries, of_run, sources_of, tile_options
 from kv_canary.kernels.launching import begin, overlapping, persistent_grid
 from kv_canary.kernels.records import records_of
-from kv_canary.kernels.reporting import log_of
+from kv_canary.kernels.reporting import log_of, tag_of
 from kv_canary.specs.structures import Endpoint, ResolvedSlots, ViolationLog
 
 # Half of what other persistent grids have: the tiles are half as large, and a program is quickly done with one.
@@ -23,7 +23,7 @@ _HEAD_OF_CHAIN = tl.constexpr(HEAD_OF_CHAIN)
 _UNCHECKED = tl.constexpr(UNCHECKED)
 
 
-@triton.jit(do_not_specialize=["tag"])
+@triton.jit(do_not_specialize=["site"])
 def _verify_resolved(
     # inputs
     rows_ptr,
@@ -42,7 +42,7 @@ def _verify_resolved(
     # outputs
     log,
     counters_ptr,
-    tag,
+    site,
     # constants
     TRACK_LIFETIME: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -53,8 +53,8 @@ def _verify_resolved(
     step = tl.load(step_ptr)
     pid = tl.program_id(0).to(tl.int64)
     if pid == 0:
-        tl.atomic_add(counters_ptr + tag * 2, 1)
-        tl.atomic_add(counters_ptr + tag * 2 + 1, n)
+        tl.atomic_add(counters_ptr + tag_of(site) * 2, 1)
+        tl.atomic_add(counters_ptr + tag_of(site) * 2 + 1, n)
     for first in range(pid * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
         entry = first + tl.arange(0, BLOCK)
         live = entry < n
@@ -98,7 +98,7 @@ def _verify_resolved(
             # outputs
             log,
             # constants
-            tag,
+            site,
             TRACK_LIFETIME,
             BLOCK,
         )
@@ -141,7 +141,7 @@ def verify_resolved(
         log_of(violations),
         counters,
         # constants
-        tag=int(endpoint.tag),
+        site=endpoint.site,
         TRACK_LIFETIME=track_lifetime,
         **tile,
         **overlapping(rows.device),

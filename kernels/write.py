@@ -33,7 +33,7 @@ from kv_canary.kernels.launching import (
     tiles_at_once,
 )
 from kv_canary.kernels.records import load_record, record_address, records_of, store_record
-from kv_canary.kernels.reporting import log_of, report
+from kv_canary.kernels.reporting import log_of, report, tag_of
 from kv_canary.kernels.sources import (
     MAX_BLOCK_WORDS,
     NARROW_BYTES,
@@ -121,7 +121,7 @@ def _read_seeds(plan, inputs, records, first, row, count, REQUESTS: tl.constexpr
 
 
 @triton.jit
-def _report_seeds(plan, inputs, log, first, row, seeds, tag, REQUESTS: tl.constexpr):
+def _report_seeds(plan, inputs, log, first, row, seeds, site, REQUESTS: tl.constexpr):
     """Report PREFIX for each request whose seed is not the end of its row's prefix."""
     prefix, seed, ident, chain, kv, writer, tail, wrong = seeds
     if tl.sum(wrong.to(tl.int32), axis=0) > 0:
@@ -132,7 +132,7 @@ def _report_seeds(plan, inputs, log, first, row, seeds, tag, REQUESTS: tl.conste
             log,
             wrong,
             (
-                zeros + tag,
+                zeros + site,
                 zeros + _PREFIX,
                 seed,
                 row,
@@ -153,7 +153,7 @@ def _report_seeds(plan, inputs, log, first, row, seeds, tag, REQUESTS: tl.conste
 
 
 @triton.jit
-def _report_given(plan, inputs, num_given, log, first, n, row, count, tag, REQUESTS: tl.constexpr):
+def _report_given(plan, inputs, num_given, log, first, n, row, count, site, REQUESTS: tl.constexpr):
     """Report BATCH for each live request whose row or length is not the one that the model is given."""
     if inputs.given_rows is not None:
         r = first + tl.arange(0, REQUESTS).to(tl.int64)
@@ -170,7 +170,7 @@ def _report_given(plan, inputs, num_given, log, first, n, row, count, tag, REQUE
                 log,
                 wrong,
                 (
-                    zeros + tag,
+                    zeros + site,
                     zeros + _BATCH,
                     zeros,
                     row,
@@ -410,7 +410,7 @@ def _store_tile(
     records,
     log,
     counters_ptr,
-    tag,
+    site,
     # constants
     TILE: tl.constexpr,
 ):
@@ -428,7 +428,7 @@ def _store_tile(
             log,
             bad,
             (
-                zeros + tag,
+                zeros + site,
                 reasons.to(tl.int64),
                 slot,
                 row,
@@ -450,10 +450,10 @@ def _store_tile(
     tl.debug_barrier()
     # stored: 0 < slot < num_slots
     store_record(records, slot, as_i64(ident), as_i64(chain), as_i64(kv), as_i64(writer_word(step, owner)), stored)
-    tl.atomic_add(counters_ptr + tag * 2 + 1, tl.sum(stored.to(tl.int64), axis=0))
+    tl.atomic_add(counters_ptr + tag_of(site) * 2 + 1, tl.sum(stored.to(tl.int64), axis=0))
 
 
-@triton.jit(do_not_specialize=["tag", "num_given"])
+@triton.jit(do_not_specialize=["site", "num_given"])
 def _write_at_once(
     # inputs
     plan,
@@ -464,7 +464,7 @@ def _write_at_once(
     records,
     log,
     counters_ptr,
-    tag,
+    site,
     num_given,
     # constants
     TRACK_LIFETIME: tl.constexpr,
@@ -481,7 +481,7 @@ def _write_at_once(
     early = _load_inputs(inputs, tl.arange(0, TILE), tl.arange(0, TILE) < inputs.size)
     n = tl.minimum(tl.maximum(tl.load(plan.num_requests), 0).to(tl.int64), plan.capacity)
     zero = n - n
-    tl.atomic_add(counters_ptr + tag * 2, 1)
+    tl.atomic_add(counters_ptr + tag_of(site) * 2, 1)
     row, token, count, starts, total = _lay_out(plan, inputs, zero, n, REQUESTS)
     seeds = _read_seeds(plan, inputs, records, zero, row, count, REQUESTS)
     share = _share_slots(plan, inputs, records, n, early[0], TILE)
@@ -509,9 +509,9 @@ def _write_at_once(
         TILE_BITS,
     )
     # Only now, so that seeds are read beside the first tile.
-    _report_given(plan, inputs, num_given, log, zero, n, row, count, tag, REQUESTS)
-    _report_seeds(plan, inputs, log, zero, row, seeds, tag, REQUESTS)
-    _store_tile(plan, inputs, tile, records, log, counters_ptr, tag, TILE)
+    _report_given(plan, inputs, num_given, log, zero, n, row, count, site, REQUESTS)
+    _report_seeds(plan, inputs, log, zero, row, seeds, site, REQUESTS)
+    _store_tile(plan, inputs, tile, records, log, counters_ptr, site, TILE)
     # More tokens than inputs: only where segments overlap.
     if total > TILE:
         carry = _last_chain(tile, TILE)
@@ -539,7 +539,7 @@ def _write_at_once(
                 TILE,
                 TILE_BITS,
             )
-            _store_tile(plan, inputs, next_tile, records, log, counters_ptr, tag, TILE)
+            _store_tile(plan, inputs, next_tile, records, log, counters_ptr, site, TILE)
             carry = _last_chain(next_tile, TILE)
 
 
@@ -549,7 +549,7 @@ def _last_chain(tile, TILE: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, TILE) == TILE - 1, tile[6], 0), axis=0)
 
 
-@triton.jit(do_not_specialize=["tag", "num_given"])
+@triton.jit(do_not_specialize=["site", "num_given"])
 def _prepare(
     # inputs
     plan,
@@ -559,7 +559,7 @@ def _prepare(
     tile_sums_ptr,
     log,
     counters_ptr,
-    tag,
+    site,
     num_given,
     # constants
     REQUESTS: tl.constexpr,
@@ -572,7 +572,7 @@ def _prepare(
     pid, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     n = tl.minimum(tl.maximum(tl.load(plan.num_requests), 0).to(tl.int64), plan.capacity)
     if pid == 0:
-        tl.atomic_add(counters_ptr + tag * 2, 1)
+        tl.atomic_add(counters_ptr + tag_of(site) * 2, 1)
     lane = tl.arange(0, TILE)
     inverse = chain_inverse(lane, TILE_BITS)
     # Tiles of requests laid out before, and the first of these requests' tiles that is this program's.
@@ -581,8 +581,8 @@ def _prepare(
         row, token, count, starts, total = _lay_out(plan, inputs, first, n, REQUESTS)
         if own == 0:
             seeds = _read_seeds(plan, inputs, records, first, row, count, REQUESTS)
-            _report_given(plan, inputs, num_given, log, first, n, row, count, tag, REQUESTS)
-            _report_seeds(plan, inputs, log, first, row, seeds, tag, REQUESTS)
+            _report_given(plan, inputs, num_given, log, first, n, row, count, site, REQUESTS)
+            _report_seeds(plan, inputs, log, first, row, seeds, site, REQUESTS)
         tiles = (total + TILE - 1) // TILE
         for tile in range(own, tiles - 1, programs):
             end = tile * TILE + TILE
@@ -606,7 +606,7 @@ def _prepare(
         own = (own + programs - tiles % programs) % programs
 
 
-@triton.jit(do_not_specialize=["tag"])
+@triton.jit(do_not_specialize=["site"])
 def _store(
     # inputs
     plan,
@@ -618,7 +618,7 @@ def _store(
     records,
     log,
     counters_ptr,
-    tag,
+    site,
     # constants
     TRACK_LIFETIME: tl.constexpr,
     RING: tl.constexpr,
@@ -665,7 +665,7 @@ def _store(
                 TILE,
                 TILE_BITS,
             )
-            _store_tile(plan, inputs, tile, records, log, counters_ptr, tag, TILE)
+            _store_tile(plan, inputs, tile, records, log, counters_ptr, site, TILE)
         tiles_before += tiles
         own = (own + programs - tiles % programs) % programs
 
@@ -733,7 +733,7 @@ def write(
     )
     num_given = 0 if given_rows is None else given_rows.shape[0]
     outputs = records_of(endpoint.records), log_of(violations), counters
-    tag, token_bytes = int(endpoint.tag), covered_bytes(endpoint.k_source) + covered_bytes(endpoint.v_source)
+    site, token_bytes = endpoint.site, covered_bytes(endpoint.k_source) + covered_bytes(endpoint.v_source)
 
     # A lane for each token and for each request, a thread for each lane.
     lanes = one_program_lanes(max(capacity, num_tokens), step.device)
@@ -745,7 +745,7 @@ def write(
             source_of(endpoint.v_source),
             *outputs,
             # constants
-            tag=tag,
+            site=site,
             num_given=num_given,
             TRACK_LIFETIME=track_lifetime,
             RING=ring,
@@ -764,7 +764,7 @@ def write(
     requests = FEW_REQUESTS if capacity <= FEW_REQUESTS else MAX_REQUESTS
     at_once = tiles_at_once(step.device)
     grid = persistent_grid(triton.cdiv(num_tokens, tile) + triton.cdiv(capacity, requests), step.device)
-    constants = {"tag": tag, "REQUESTS": requests, "TILE": tile, "TILE_BITS": tile.bit_length() - 1}
+    constants = {"site": site, "REQUESTS": requests, "TILE": tile, "TILE_BITS": tile.bit_length() - 1}
     constants |= overlapping(step.device)
     _prepare[grid](plan, inputs, outputs[0], tile_sums, *outputs[1:], num_given=num_given, **constants)
     _store[grid](

@@ -103,7 +103,7 @@ def fingerprint(source: KvSource | None, slots: torch.Tensor, positions: torch.T
     row, token = offset // source.page_size, offset % source.page_size
     window = positions // num_layers % source.num_windows
     first = row * source.row_stride_bytes + source.offset_bytes
-    first += token * source.bytes_per_token + window * source.read_bytes
+    first += token * source.token_stride_bytes + window * source.read_bytes
     # A token's last window may be shorter than the others.
     last = source.num_windows - 1
     widths = (min(source.read_bytes, source.bytes_per_token), source.bytes_per_token - last * source.read_bytes)

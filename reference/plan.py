@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from kv_canary.constants import BAD_SLOT, HEAD_OF_CHAIN, STRIDE_BLOCK, UNCHECKED, Status
 from kv_canary.reference.segments import elements
+from kv_canary.specs.plan import longest_prefix
 from kv_canary.specs.structures import VerifyPlan, WritePlan
 
 
@@ -16,6 +19,8 @@ def plan(
     prefix_lens: torch.Tensor,
     extend_lens: torch.Tensor,
     req_to_token: torch.Tensor,
+    table_rows: torch.Tensor | None,
+    page_size: int,
     window: int,
     after_write: bool,
     lut: torch.Tensor | None,
@@ -31,7 +36,8 @@ def plan(
 ) -> None:
     """Turn a batch's rows and lengths into the entries to verify and the segments to write; see specs/plan.py."""
     bs = len(rows)
-    row_ok, lens_ok, extend_ok = _in_range(rows, prefix_lens, extend_lens, req_to_token)
+    table = Table(req_to_token, rows if table_rows is None else table_rows, page_size=page_size, lut=lut)
+    row_ok, lens_ok, extend_ok = _in_range(rows, prefix_lens, extend_lens, table)
     live = row_ok & lens_ok & (rows != 0)
     bits = 0
     bits |= Status.ROW_RANGE if bool((~row_ok).any()) else 0
@@ -40,7 +46,7 @@ def plan(
         rows=rows,
         prefix_lens=prefix_lens,
         extend_lens=extend_lens,
-        req_to_token=req_to_token,
+        table=table,
         window=window,
         after_write=after_write,
         strides=strides,
@@ -52,9 +58,9 @@ def plan(
     request, position, first = request[:num_valid], position[:num_valid], first[:num_valid]
 
     row = rows.take(request)
-    slot, lut_bad = _look_up(req_to_token, lut, row, position)
+    slot, lut_bad = table.look_up(request, position)
     bits |= Status.LUT_RANGE if bool(lut_bad.any()) else 0
-    previous, _ = _look_up(req_to_token, lut, row, (position - 1).clamp(min=0))
+    previous, _ = table.look_up(request, (position - 1).clamp(min=0))
     previous = torch.where(position == first, UNCHECKED, previous)
     previous = torch.where(position == 0, HEAD_OF_CHAIN, previous)
 
@@ -76,7 +82,7 @@ def plan(
     write_plan.prefix_lens[:bs] = prefix_lens
     seed = torch.full_like(rows, HEAD_OF_CHAIN)
     seeded = live & (prefix_lens > 0)
-    seed[seeded], _ = _look_up(req_to_token, lut, rows[seeded], prefix_lens[seeded] - 1)
+    seed[seeded], _ = table.look_up(seeded.nonzero()[:, 0], prefix_lens[seeded] - 1)
     write_plan.seed_slots[:bs] = seed
     write_plan.num_requests[0] = bs
     status[0] = bits
@@ -87,14 +93,14 @@ def cached_entries(
     rows: torch.Tensor,
     prefix_lens: torch.Tensor,
     extend_lens: torch.Tensor,
-    req_to_token: torch.Tensor,
+    table: Table,
     window: int,
     after_write: bool,
     strides: torch.Tensor | None,
     step: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return request, position and the request's first position of every entry to verify: by request, then position."""
-    row_ok, lens_ok, _ = _in_range(rows, prefix_lens, extend_lens, req_to_token)
+    row_ok, lens_ok, _ = _in_range(rows, prefix_lens, extend_lens, table)
     prefix = torch.where(row_ok & lens_ok & (rows != 0), prefix_lens, 0)
     start = torch.zeros_like(prefix)
     if window > 0:
@@ -113,26 +119,36 @@ def cached_entries(
 
 
 def _in_range(
-    rows: torch.Tensor, prefix_lens: torch.Tensor, extend_lens: torch.Tensor, req_to_token: torch.Tensor
+    rows: torch.Tensor, prefix_lens: torch.Tensor, extend_lens: torch.Tensor, table: Table
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return whether each request's row, its lengths, and what it writes are in range."""
-    num_rows, max_len = req_to_token.shape
+    num_rows, num_pages = table.pages.shape
+    max_len = longest_prefix(num_pages, table.page_size)
     extend_ok = (extend_lens >= 0) & (extend_lens < 1 << 31)
     lens_ok = (prefix_lens >= 0) & (prefix_lens <= max_len) & extend_ok
-    return (rows >= 0) & (rows < num_rows), lens_ok, extend_ok
+    row_ok = (rows >= 0) & (rows < 1 << 31) & (table.rows >= 0) & (table.rows < num_rows)
+    return row_ok, lens_ok, extend_ok
 
 
-def _look_up(
-    req_to_token: torch.Tensor, lut: torch.Tensor | None, rows: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slot of each (row, position), all in range, and whether the LUT was asked out of range."""
-    slot = req_to_token[rows, positions].to(torch.int64)
-    bad = torch.zeros_like(slot, dtype=torch.bool)
-    if lut is not None:
-        bad = (slot < 0) | (slot >= len(lut))
-        slot[~bad] = lut[slot[~bad]]
-        slot[bad] = BAD_SLOT
-    return torch.where(slot < 0, BAD_SLOT, slot), bad
+@dataclass(frozen=True)
+class Table:
+    """Where the cached positions of a batch lie: the pages of each row, and the row of each request."""
+
+    pages: torch.Tensor
+    rows: torch.Tensor
+    page_size: int = field(kw_only=True)
+    lut: torch.Tensor | None = field(kw_only=True)
+
+    def look_up(self, requests: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the slot of each (request, position), all in range, and whether the LUT was asked out of range."""
+        page = self.pages[self.rows.take(requests), positions // self.page_size].to(torch.int64)
+        slot = torch.where(page < 0, page, page * self.page_size + positions % self.page_size)
+        bad = torch.zeros_like(slot, dtype=torch.bool)
+        if self.lut is not None:
+            bad = (slot < 0) | (slot >= len(self.lut))
+            slot[~bad] = self.lut[slot[~bad]]
+            slot[bad] = BAD_SLOT
+        return torch.where(slot < 0, BAD_SLOT, slot), bad
 
 
 def expected_tokens_of(

@@ -84,7 +84,7 @@ def verify(
     report(
         violations,
         reasons != 0,
-        tag=int(endpoint.tag),
+        site=endpoint.site,
         reasons=reasons,
         slot=slots,
         row=rows,

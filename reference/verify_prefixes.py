@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kv_canary.constants import RUN_ENTRIES
-from kv_canary.reference.plan import cached_entries, plan
+from kv_canary.reference.plan import Table, cached_entries, plan
 from kv_canary.reference.verify import verify
 from kv_canary.specs.structures import Endpoint, ResolvedSlots, VerifyPlan, ViolationLog, WritePlan
 
@@ -19,6 +19,8 @@ def verify_prefixes(
     prefix_lens: torch.Tensor,
     extend_lens: torch.Tensor,
     req_to_token: torch.Tensor,
+    table_rows: torch.Tensor | None,
+    page_size: int,
     window: int,
     lut: torch.Tensor | None,
     expected_tokens: torch.Tensor | None,
@@ -45,6 +47,8 @@ def verify_prefixes(
         prefix_lens=prefix_lens,
         extend_lens=extend_lens,
         req_to_token=req_to_token,
+        table_rows=table_rows,
+        page_size=page_size,
         window=window,
         after_write=False,
         lut=lut,
@@ -72,7 +76,7 @@ def verify_prefixes(
         rows=rows,
         prefix_lens=prefix_lens,
         extend_lens=extend_lens,
-        req_to_token=req_to_token,
+        table=Table(req_to_token, rows if table_rows is None else table_rows, page_size=page_size, lut=lut),
         window=window,
         after_write=False,
         strides=strides,

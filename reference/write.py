@@ -47,7 +47,7 @@ def write(
     chains = walk_chains(before, lengths, identities)
 
     if given_rows is not None and given_lens is not None:
-        _check_given(write_plan, live, lengths, given_rows, given_lens, int(endpoint.tag), step, violations)
+        _check_given(write_plan, live, lengths, given_rows, given_lens, endpoint.site, step, violations)
     _check_seeds(write_plan, lengths.nonzero()[:, 0], endpoint, tails, step, violations)
 
     in_range = (slots >= 0) & (slots < num_slots) & in_source(k_source, slots) & in_source(v_source, slots)
@@ -94,7 +94,7 @@ def write(
     report(
         violations,
         reasons != 0,
-        tag=int(endpoint.tag),
+        site=endpoint.site,
         reasons=reasons,
         slot=slots,
         row=rows.take(request),
@@ -143,7 +143,7 @@ def _check_given(
     lengths: torch.Tensor,
     given_rows: torch.Tensor,
     given_lens: torch.Tensor,
-    tag: int,
+    site: int,
     step: torch.Tensor,
     violations: ViolationLog,
 ) -> None:
@@ -153,7 +153,7 @@ def _check_given(
     report(
         violations,
         live[:n] & ((given_rows[:n] != rows) | (given_lens[:n] != length)),
-        tag=tag,
+        site=site,
         reasons=int(Reason.BATCH),
         row=rows,
         position=length,
@@ -182,7 +182,7 @@ def _check_seeds(
     report(
         violations,
         record.written & (record.chain != expected),
-        tag=int(endpoint.tag),
+        site=endpoint.site,
         reasons=int(Reason.PREFIX),
         slot=seeds,
         row=rows,

@@ -63,6 +63,8 @@ def call_of(op: str) -> dict[str, Any]:
         "prefix_lens": ints(2, 3),
         "extend_lens": ints(1, 1),
         "req_to_token": torch.ones(3, 4, dtype=torch.int32),
+        "table_rows": ints(2, 1),
+        "page_size": 1,
         "window": 2,
         "lut": ints(0, 1),
         "strides": ints(1, 2),
@@ -385,10 +387,10 @@ def test_what_has_no_default_must_be_given(op: str, argument: str) -> None:
 
 DEFAULTS = {
     "plan": {"owners", "window", "after_write", "lut", "token_offset", "entry_offsets"}
-    | {"expected_tokens", "expected_lens", "strides", "step"},
+    | {"expected_tokens", "expected_lens", "strides", "step", "table_rows", "page_size"},
     "verify": {"anchors", "track_lifetime"},
     "verify_prefixes": {"owners", "window", "lut", "expected_tokens", "expected_lens", "token_offset", "strides"}
-    | {"anchors", "track_lifetime", "entry_offsets", "longest_stride"},
+    | {"anchors", "track_lifetime", "entry_offsets", "longest_stride", "table_rows", "page_size"},
     "verify_resolved": {"expected_tokens", "expected_lens", "token_offset", "anchors", "track_lifetime"},
     "write": {"expected_input_ids", "given_rows", "given_lens", "track_lifetime", "ring", "tile_sums"},
     "move": {"staged"},

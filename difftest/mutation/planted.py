@@ -84,7 +84,7 @@ def planted_source(bug: PlantedBug, source: str) -> str:
 
 _for_good = ExitStack()
 
-_PREVIOUS = "    previous, _ = look_up(tables, row, position - 1, has_previous)\n"
+_PREVIOUS = "    previous, _ = look_up(tables, table_row, position - 1, has_previous)\n"
 
 PLANTED_BUGS = (
     PlantedBug(
@@ -172,7 +172,7 @@ PLANTED_BUGS = (
         name="shifted-window",
         kind="a window of bytes shifted",
         file="kernels/sources.py",
-        changes=(("window = _divide(round_,", "window = _divide(round_ + 1,"),),
+        changes=(("window = divide(round_,", "window = divide(round_ + 1,"),),
         shows="write and verify fingerprint the bytes after the covered ones",
     ),
     PlantedBug(

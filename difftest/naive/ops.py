@@ -88,7 +88,7 @@ def write(
             if given != (row, length):
                 report(
                     violations,
-                    [endpoint.tag, BATCH, 0, row, length, 0, -1, 0, 0, 0, 0, 0]
+                    [endpoint.tag + 256 * endpoint.group, BATCH, 0, row, length, 0, -1, 0, 0, 0, 0, 0]
                     + [int(step), given[0], owner, given[1]],
                 )
         if not tokens:
@@ -99,7 +99,17 @@ def write(
         if prefix > 0 and any(seed_record) and seed_record[1] != tail:
             report(
                 violations,
-                [endpoint.tag, PREFIX, seed, row, prefix - 1, seed_record[0], -1, seed_record[1], tail]
+                [
+                    endpoint.tag + 256 * endpoint.group,
+                    PREFIX,
+                    seed,
+                    row,
+                    prefix - 1,
+                    seed_record[0],
+                    -1,
+                    seed_record[1],
+                    tail,
+                ]
                 + [seed_record[2], 0, seed_record[3], int(step), seed, owner, 0],
             )
 
@@ -137,7 +147,17 @@ def write(
             if reasons:
                 report(
                     violations,
-                    [endpoint.tag, reasons, slot, row, expected_position, identity, expected_token, chain, 0]
+                    [
+                        endpoint.tag + 256 * endpoint.group,
+                        reasons,
+                        slot,
+                        row,
+                        expected_position,
+                        identity,
+                        expected_token,
+                        chain,
+                        0,
+                    ]
                     + [kv, 0, replaced_writer, int(step), seed, owner, 0],
                 )
     count_launch(counters, endpoint.tag, stored)

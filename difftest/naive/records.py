@@ -97,7 +97,7 @@ def fingerprint(source: KvSource, slot: int, position: int) -> int:
     window_end = min(window_begin + source.read_bytes, source.bytes_per_token)
 
     row, place = divmod(slot - source.slot_bias, source.page_size)
-    token_begin = source.offset_bytes + place * source.bytes_per_token
+    token_begin = source.offset_bytes + place * source.token_stride_bytes
     row_bytes = source.layers[position % num_layers][row].reshape(-1).view(torch.uint8)
     covered = bytes(row_bytes[token_begin + window_begin : token_begin + window_end].tolist())
 

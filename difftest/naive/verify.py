@@ -39,6 +39,8 @@ def plan(
     prefix_lens: torch.Tensor,
     extend_lens: torch.Tensor,
     req_to_token: torch.Tensor,
+    table_rows: torch.Tensor | None,
+    page_size: int,
     window: int,
     after_write: bool,
     lut: torch.Tensor | None,
@@ -54,7 +56,19 @@ def plan(
 ) -> None:
     """Turn a batch's rows and lengths into the entries to verify and the segments to write."""
     found, bits = _find(
-        rows, owners, prefix_lens, extend_lens, req_to_token, window, after_write, lut, strides, step, write_plan
+        rows,
+        owners,
+        prefix_lens,
+        extend_lens,
+        req_to_token,
+        table_rows,
+        page_size,
+        window,
+        after_write,
+        lut,
+        strides,
+        step,
+        write_plan,
     )
     capacity = verify_plan.slots.shape[0]
     for i, entry in enumerate(found[:capacity]):
@@ -98,6 +112,8 @@ def verify_prefixes(
     prefix_lens: torch.Tensor,
     extend_lens: torch.Tensor,
     req_to_token: torch.Tensor,
+    table_rows: torch.Tensor | None,
+    page_size: int,
     window: int,
     lut: torch.Tensor | None,
     expected_tokens: torch.Tensor | None,
@@ -118,7 +134,19 @@ def verify_prefixes(
 ) -> None:
     """Check every cached position of a batch, straight from the tables."""
     found, bits = _find(
-        rows, owners, prefix_lens, extend_lens, req_to_token, window, False, lut, strides, step, write_plan
+        rows,
+        owners,
+        prefix_lens,
+        extend_lens,
+        req_to_token,
+        table_rows,
+        page_size,
+        window,
+        False,
+        lut,
+        strides,
+        step,
+        write_plan,
     )
     capacity = resolved.entries.shape[0]
     for i, entry in enumerate(found[:capacity]):
@@ -188,6 +216,8 @@ def _find(
     prefix_lens: torch.Tensor,
     extend_lens: torch.Tensor,
     req_to_token: torch.Tensor,
+    table_rows: torch.Tensor | None,
+    page_size: int,
     window: int,
     after_write: bool,
     lut: torch.Tensor | None,
@@ -196,13 +226,15 @@ def _find(
     write_plan: WritePlan,
 ) -> tuple[list[Entry], int]:
     """Write the segments to write; return all entries to verify, and the status bits that requests set."""
-    num_rows, max_len = req_to_token.shape
+    num_rows, num_pages = req_to_token.shape
+    max_len = min(num_pages * page_size, (1 << 31) - 1)
     bits = 0
     tokens_before = 0
     found: list[Entry] = []
 
     def slot_of(row: int, position: int) -> tuple[int, bool]:
-        slot, lacking = int(req_to_token[row, position]), False
+        page, lacking = int(req_to_token[row, position // page_size]), False
+        slot = page * page_size + position % page_size if page >= 0 else page
         if lut is not None:
             lacking = not 0 <= slot < lut.shape[0]
             slot = BAD_SLOT if lacking else int(lut[slot])
@@ -215,13 +247,14 @@ def _find(
 
     for request in range(rows.shape[0]):
         row, prefix, extend = int(rows[request]), int(prefix_lens[request]), int(extend_lens[request])
-        bad_row = not 0 <= row < num_rows
+        table_row = row if table_rows is None else int(table_rows[request])
+        bad_row = not (0 <= row < 1 << 31 and 0 <= table_row < num_rows)
         bad_extend = not 0 <= extend < 1 << 31
         bad_length = bad_extend or not 0 <= prefix <= max_len
         bits |= ROW_RANGE * bad_row | LENGTH_RANGE * bad_length
         padding = row == 0 or bad_row or bad_length
 
-        seed = HEAD_OF_CHAIN if padding or prefix == 0 else slot_of(row, prefix - 1)[0]
+        seed = HEAD_OF_CHAIN if padding or prefix == 0 else slot_of(table_row, prefix - 1)[0]
         write_plan.rows[request] = 0 if padding else row
         write_plan.owners[request] = row if owners is None else owners[request]
         write_plan.offsets[request] = tokens_before
@@ -238,13 +271,13 @@ def _find(
         for position in range(start, prefix):
             if not kept(request, position, prefix):
                 continue
-            slot, lacking = slot_of(row, position)
+            slot, lacking = slot_of(table_row, position)
             if position == 0:
                 predecessor = HEAD_OF_CHAIN
             elif position == start:
                 predecessor = UNCHECKED
             else:
-                predecessor = slot_of(row, position - 1)[0]
+                predecessor = slot_of(table_row, position - 1)[0]
             entry = Entry(
                 slot=slot, predecessor=predecessor, position=position, row=row, request=request, lacking=lacking
             )
@@ -314,6 +347,16 @@ def _check(
     if reasons:
         report(
             violations,
-            [endpoint.tag, reasons, slot, row, entry.position, record[0], token, record[1], expected_chain]
+            [
+                endpoint.tag + 256 * endpoint.group,
+                reasons,
+                slot,
+                row,
+                entry.position,
+                record[0],
+                token,
+                record[1],
+                expected_chain,
+            ]
             + [record[2], observed_kv, record[3], step, entry.predecessor, 0, 0],
         )

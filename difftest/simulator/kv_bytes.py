@@ -45,5 +45,5 @@ def _row(source: KvSource, slot: int) -> int:
 def _where(source: KvSource, slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows [n, 1] and the columns [n, bytes_per_token] of the tokens of `slots`."""
     element = torch.tensor(list(slots), dtype=torch.int64)[:, None] - source.slot_bias
-    first = source.offset_bytes + element % source.page_size * source.bytes_per_token
+    first = source.offset_bytes + element % source.page_size * source.token_stride_bytes
     return element // source.page_size, first + torch.arange(source.bytes_per_token)

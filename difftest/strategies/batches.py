@@ -16,13 +16,14 @@ from kv_canary.difftest.strategies.edge_values import HOSTILE, HOSTILE_32, INT64
 
 @dataclass(kw_only=True)
 class Batch:
-    """Requests, and the size of the tables that they are in: `num_rows` of `width` positions."""
+    """Requests, and the size of the tables that they are in: `num_rows` of `width` positions, in pages."""
 
     rows: list[int]
     prefix: list[int]
     extend: list[int]
     num_rows: int
     width: int
+    page_size: int = 1
 
     @property
     def size(self) -> int:
@@ -53,15 +54,15 @@ def draw_padding(draw: Any, rows: list[int]) -> list[int]:
 def make_hostile(
     draw: Any, batch: Batch, table: npt.NDArray[np.int32], lut: npt.NDArray[np.int64] | None, num_slots: int
 ) -> None:
-    """Make any number of the batch and its tables anything."""
+    """Make any number of the batch and its tables, which hold pages, anything."""
     num_rows, width = batch.num_rows, batch.width
     batch.rows = replace_some(draw, batch.rows, (*HOSTILE, num_rows))
     batch.rows = replace_some(draw, batch.rows, (num_rows,), most=1)
     batch.prefix = replace_some(draw, batch.prefix, (*HOSTILE, width + 1))
     batch.extend = replace_some(draw, batch.extend)
     for _ in range(draw(st.sampled_from([0, 0, 1, 5]))):
-        at = draw(st.integers(0, num_rows - 1)), draw(st.integers(0, width - 1))
-        table[at] = draw(st.sampled_from([*HOSTILE_32, num_slots]))
+        at = draw(st.integers(0, num_rows - 1)), draw(st.integers(0, table.shape[1] - 1))
+        table[at] = draw(st.sampled_from([*HOSTILE_32, num_slots // batch.page_size]))
     if lut is not None and draw(st.booleans()):
         for _ in range(draw(st.integers(0, 3))):
             lut[draw(st.integers(0, len(lut) - 1))] = draw(st.sampled_from(HOSTILE))
@@ -71,10 +72,35 @@ def damage_cells(draw: Any, batch: Batch, table: npt.NDArray[np.int32], num_slot
     """Damage cells that a live request does rely on, or none; often a single one in all the table."""
     cached = batch.cached
     if cached and not often(draw, 3):
-        bad = st.sampled_from([num_slots, num_slots, num_slots + 1, (1 << 31) - 1, -1, -(1 << 31)])
+        first = num_slots // batch.page_size
+        bad = st.sampled_from([first, first, first + 1, (1 << 31) - 1, -1, -(1 << 31)])
         for _ in range(draw(st.sampled_from([1, 1, 1, 1, 3]))):
             row, p = cached[draw(st.integers(0, len(cached) - 1))]
-            table[row, draw(st.one_of(st.just(p - 1), st.integers(0, p - 1)))] = draw(bad)
+            position = draw(st.one_of(st.just(p - 1), st.integers(0, p - 1)))
+            table[row, position // batch.page_size] = draw(bad)
+
+
+def draw_where(
+    draw: Any,
+    rng: np.random.Generator,
+    batch: Batch,
+    table: npt.NDArray[np.int32],
+    *,
+    hostile: bool,
+    giant: bool,
+) -> dict[str, Any]:
+    """Return the arguments that say where cached positions lie, perhaps with rows of the table apart from the rows."""
+    arguments: dict[str, Any] = {"page_size": batch.page_size}
+    if draw(st.booleans()):
+        place = rng.permutation(batch.num_rows)
+        moved = np.empty_like(table)
+        moved[place] = table
+        table_rows = [int(place[r]) if 0 <= r < batch.num_rows else draw(st.integers(0, 1)) for r in batch.rows]
+        arguments["table_rows"] = int64(
+            replace_some(draw, table_rows, (*HOSTILE, batch.num_rows), most=1) if hostile else table_rows
+        )
+        table = moved
+    return {**arguments, "req_to_token": strided_rows(draw, torch.from_numpy(table), giant=giant)}
 
 
 def draw_tokens(

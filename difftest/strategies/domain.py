@@ -19,7 +19,7 @@ from kv_canary.constants import ANCHOR, to_signed
 from kv_canary.difftest.features import GIANT
 from kv_canary.difftest.strategies.edge_values import HOSTILE, INT64_MAX, INT64_MIN
 from kv_canary.specs.structures import Endpoint, KvSource, ViolationLog, WritePlan
-from kv_canary.specs.violation_row import VIOLATION_WORDS
+from kv_canary.specs.violation_row import MOST_GROUPS, VIOLATION_WORDS
 
 # Just below, at and just above the tiles of the kernels and the blocks of a strided plan.
 TILE_EDGES = (
@@ -117,7 +117,10 @@ def kv_sources(draw: Any, num_slots: int, *, short: bool = True, giant: bool = F
     num_layers = draw(st.integers(1, 3))
     missing = draw(st.sampled_from([0, 0, 0, 1])) if short else 0
     num_rows = max(1, -(-(num_slots - slot_bias) // page_size) - missing)
-    row_bytes = offset_bytes + page_size * bytes_per_token + draw(st.sampled_from([0, 0, 3 * unit, 8]))
+    token_stride = bytes_per_token + draw(st.sampled_from([0, 0, 0, unit, 16]))
+    row_bytes = (
+        offset_bytes + (page_size - 1) * token_stride + bytes_per_token + draw(st.sampled_from([0, 0, 3 * unit, 8]))
+    )
     row_stride = row_bytes + draw(st.sampled_from([0, 0, 5 * unit, 16]))
     rng = np.random.default_rng(draw(seeds))
     if giant and num_rows > 1:
@@ -139,6 +142,7 @@ def kv_sources(draw: Any, num_slots: int, *, short: bool = True, giant: bool = F
         read_bytes=read_bytes,
         offset_bytes=offset_bytes,
         slot_bias=slot_bias,
+        token_stride_bytes=token_stride,
     )
 
 
@@ -192,6 +196,8 @@ class World:
     anchors: torch.Tensor | None
     endpoint: Endpoint
     seed: int
+    # Slots come in pages of so many.
+    page_size: int = 1
 
     @property
     def num_rows(self) -> int:
@@ -214,7 +220,7 @@ def worlds(
     rng = np.random.default_rng(draw(seeds))
     count = draw(st.integers(1, 2) if small else st.one_of(st.just(1), st.integers(0, 5)))
     lens = [draw(st.integers(1, longest) if small else lengths(longest=longest)) for _ in range(count)]
-    page = draw(st.sampled_from([1] if small else [1, 1, 4, 16]))
+    page = draw(st.sampled_from([1] if small else [1, 1, 4, 16, 3]))
     num_rows = count + 1 + draw(st.integers(0, 2))
     rows = [int(r) for r in rng.permutation(np.arange(1, num_rows))[:count]]
     width = max([1, *lens])
@@ -250,6 +256,7 @@ def worlds(
         records=strided_rows(draw, records, multiple=4, giant="records" in far),
         k_source=sources[0],
         v_source=sources[1],
+        group=draw(st.sampled_from([0, 1, 2, MOST_GROUPS])),
     )
     world = World(
         num_slots=num_slots,
@@ -262,6 +269,7 @@ def worlds(
         anchors=anchors,
         endpoint=endpoint,
         seed=draw(seeds),
+        page_size=page,
     )
     _write_history(world, step=draw(st.integers(0, 9)))
     return world

@@ -15,6 +15,7 @@ from kv_canary.difftest.strategies.batches import (
     draw_padding,
     draw_strides,
     draw_tokens,
+    draw_where,
     make_hostile,
 )
 from kv_canary.difftest.strategies.domain import (
@@ -25,7 +26,6 @@ from kv_canary.difftest.strategies.domain import (
     often,
     owner_numbers,
     seeds,
-    strided_rows,
 )
 from kv_canary.specs.structures import VerifyPlan, WritePlan
 
@@ -51,7 +51,7 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
         "owners": int64(owners) if draw(st.booleans()) else None,
         "prefix_lens": int64(batch.prefix),
         "extend_lens": int64(batch.extend),
-        "req_to_token": strided_rows(draw, torch.from_numpy(table), giant=giant and not far_tokens),
+        **draw_where(draw, rng, batch, table, hostile=hostile, giant=giant and not far_tokens),
         "window": draw(st.sampled_from([0] * 9 + [1, 2, 15, 16, 31, 127, 128, 1023, 1023])),
         "after_write": draw(st.booleans()),
         "lut": None if lut is None else torch.from_numpy(lut),
@@ -93,15 +93,24 @@ def _draw_batch(draw: Any, rng: np.random.Generator, *, giant: bool) -> Batch:
     if giant:
         # The last rows are those that lie far.
         rows = [int(r) for r in range(num_rows - 1, num_rows - 1 - bs, -1)]
-    return Batch(rows=draw_padding(draw, rows), prefix=prefix, extend=extend, num_rows=num_rows, width=width)
+    page_size = draw(st.sampled_from([1, 1, 1, 2, 16, 3, 40]))
+    return Batch(
+        rows=draw_padding(draw, rows),
+        prefix=prefix,
+        extend=extend,
+        num_rows=num_rows,
+        width=-(-width // page_size) * page_size,
+        page_size=page_size,
+    )
 
 
 def _draw_tables(
     draw: Any, rng: np.random.Generator, batch: Batch
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64] | None, int]:
-    """Return a table of slots, perhaps a LUT behind it, and the number of slots."""
-    num_slots = draw(st.sampled_from([1, 40, 5000]))
-    table = rng.integers(0, num_slots, (batch.num_rows, batch.width), dtype=np.int32)
+    """Return a table of pages, perhaps a LUT behind it, and the number of slots."""
+    num_pages = -(-draw(st.sampled_from([1, 40, 5000])) // batch.page_size)
+    num_slots = num_pages * batch.page_size
+    table = rng.integers(0, num_pages, (batch.num_rows, batch.width // batch.page_size), dtype=np.int32)
     if often(draw, 3):
         return table, None, num_slots
     # A sub-pool: most slots have a place in it, evicted ones map to 0.

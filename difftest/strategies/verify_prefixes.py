@@ -16,6 +16,7 @@ from kv_canary.difftest.strategies.batches import (
     draw_padding,
     draw_strides,
     draw_tokens,
+    draw_where,
     make_hostile,
 )
 from kv_canary.difftest.strategies.domain import (
@@ -27,7 +28,6 @@ from kv_canary.difftest.strategies.domain import (
     often,
     owner_numbers,
     steps,
-    strided_rows,
     violation_logs,
     worlds,
 )
@@ -80,7 +80,7 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
         "owners": int64(owners) if draw(st.booleans()) else None,
         "prefix_lens": int64(batch.prefix),
         "extend_lens": int64(batch.extend),
-        "req_to_token": strided_rows(draw, torch.from_numpy(table), giant=far == "table"),
+        **draw_where(draw, rng, batch, table, hostile=hostile, giant=far == "table"),
         "window": window,
         "lut": None if lut is None else torch.from_numpy(lut),
         "endpoint": world.endpoint,
@@ -118,34 +118,40 @@ def _draw_batch(draw: Any, rng: np.random.Generator, world: World) -> Batch:
     if kind in ("decode", "continued"):
         prefix = [max(p, min(n, 1)) for p, (_, n) in zip(prefix, held, strict=True)]
     extend = [1] * bs if kind == "decode" else [int(e) for e in rng.integers(0 if kind == "mixed" else 2, 40, bs)]
+    page_size = draw(st.sampled_from([1, world.page_size]))
+    width = world.slots.shape[1] + draw(st.integers(0, 2))
     return Batch(
         rows=draw_padding(draw, [row for row, _ in held]),
         prefix=prefix,
         extend=extend,
         num_rows=world.num_rows,
-        width=world.slots.shape[1] + draw(st.integers(0, 2)),
+        width=-(-width // page_size) * page_size,
+        page_size=page_size,
     )
 
 
 def _draw_tables(
     draw: Any, rng: np.random.Generator, world: World, batch: Batch, *, window: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64] | None]:
-    """Return the table of the world's slots, with any slots where nothing is cached, and perhaps a LUT in between."""
-    table = rng.integers(0, world.num_slots, (batch.num_rows, batch.width), dtype=np.int32)
+    """Return the table of the world's pages, with any pages where nothing is cached, and perhaps a LUT in between."""
+    size = batch.page_size
+    num_pages, inside = world.num_slots // size, np.arange(size)
+    table = rng.integers(0, num_pages, (batch.num_rows, batch.width // size), dtype=np.int32)
     for row, n in zip(world.rows, world.lengths, strict=True):
-        table[row, :n] = world.slots[row, :n].numpy()
+        table[row, : -(-n // size)] = world.slots[row, :n:size].numpy() // size
     if draw(st.booleans()):
         return table, None
-    num_full = world.num_slots + draw(st.integers(0, 3))
-    full = np.concatenate([[0], 1 + rng.permutation(num_full - 1)[: world.num_slots - 1]])
+    num_full = (num_pages + draw(st.integers(0, 3))) * size
+    full = np.concatenate([[0], 1 + rng.permutation(num_full // size - 1)[: num_pages - 1]])
     lut = np.zeros(num_full, dtype=np.int64)
-    lut[full] = np.arange(world.num_slots)
+    lut[(full[:, None] * size + inside).reshape(-1)] = np.arange(world.num_slots)
     table = full[table].astype(np.int32)
     evicted = draw(st.sampled_from(["none", "left behind", "left behind", "some", "all"]))
     if evicted == "left behind":
         # As an engine does: what no request's window reads any more.
-        read = [table[row, max(p - window, 0) if window else 0 : p] for row, p in batch.cached]
-        lut[np.setdiff1d(np.arange(num_full), np.concatenate([np.zeros(0, np.int32), *read]))] = 0
+        slots = (table[:, :, None].astype(np.int64) * size + inside).reshape(len(table), -1)
+        read = [slots[row, max(p - window, 0) if window else 0 : p] for row, p in batch.cached]
+        lut[np.setdiff1d(np.arange(num_full), np.concatenate([np.zeros(0, np.int64), *read]))] = 0
     elif evicted != "none":
         lut[rng.random(num_full) < (0.3 if evicted == "some" else 1.0)] = 0
     return table, lut

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from kv_canary.constants import Tag
@@ -21,6 +22,7 @@ from kv_canary.output import logger
 
 if TYPE_CHECKING:
     from kv_canary.runtime.batch import ForwardBatch, VerifiedEntries, WatchedForward
+    from kv_canary.runtime.pools import BufferGroup
 
 _KEY = "kv_canary_swa_divergence="
 
@@ -119,7 +121,7 @@ class SwaDivergenceLogger(Observer):
         beyond = 0
         if full is not None:
             for group in windowed:
-                divergence += _divergence(forward.verified(group.name), batch.tables[full.name])
+                divergence += _divergence(forward.verified(group.name), full, batch)
                 beyond += sum(max(0, r.prefix_len - group.window) for r in batch.requests)
         words = torch.cat((divergence, context.state.counters[:, 1]))
         self._pending.append(_send(words, forward_ct=context.step, beyond=beyond))
@@ -169,13 +171,18 @@ def _send(words: torch.Tensor, *, forward_ct: int, beyond: int) -> _Pending:
     return _Pending(forward_ct=forward_ct, beyond=beyond, words=host, event=event)
 
 
-def _divergence(verified: VerifiedEntries, table: torch.Tensor) -> torch.Tensor:
-    """Return, on the device, how many of the slots are not those that `table` names; int64 [1]."""
-    rows, columns = table.shape
+def _divergence(verified: VerifiedEntries, full: BufferGroup, batch: ForwardBatch) -> torch.Tensor:
+    """Return, on the device, how many of the slots are not those that the table of `full` names; int64 [1]."""
+    table, requests = batch.tables[full.name], batch.arrays
+    rows, length = table.shape[0], table.shape[1] * full.page_size
     row, position = verified.rows, verified.positions
+    if requests.table_rows is not None:
+        places = np.zeros(1 + int(requests.rows.max(initial=0)), np.int64)
+        places[requests.rows] = requests.table_rows
+        row = torch.from_numpy(places).to(row.device)[row.clamp(0, len(places) - 1)]
     # What is not valid is arbitrary, and the table may be shorter than a windowed group's.
-    inside = (row >= 0) & (row < rows) & (position >= 0) & (position < columns)
-    named = table[row.clamp(0, rows - 1), position.clamp(0, columns - 1)]
+    inside = (row >= 0) & (row < rows) & (position >= 0) & (position < length)
+    named = full.slots_named(table, row.clamp(0, rows - 1), position.clamp(0, length - 1))
     differs = ~inside | (named != verified.slots)
     return (verified.valid & differs).sum().view(1)
 

@@ -131,21 +131,27 @@ class Perturber:
         for group in groups:
             for active in collect_active_slots(batch, group):
                 by_request.setdefault((group.name, active.request.row), []).append(active)
-        choices = [slots for slots in by_request.values() if len({s.slot for s in slots}) > 1]
+        choices = [slots for slots in by_request.values() if len({_entry_of(s) for s in slots}) > 1]
         if not choices:
             return
         slots = self._rng.choice(choices)
         first = self._rng.choice(slots)
-        second = self._rng.choice([s for s in slots if s.slot != first.slot])
+        second = self._rng.choice([s for s in slots if _entry_of(s) != _entry_of(first)])
         group, request = first.group, first.request
-        holder = batch.tables[group.name][request.row]
-        index = [first.position, second.position]
+        table, row = batch.tables[group.name], request.row_in_tables
+        holder, index = table[row], [active.position // group.page_size for active in (first, second)]
         if group.lut is not None:
             # Its table is another group's as well: the LUT is this one's alone.
-            holder, index = group.lut, holder[index].tolist()
+            index = [int(group.slots_named(table, row, active.position)) for active in (first, second)]
+            holder = group.lut
         self._swap(holder, index)
         where = f"positions {first.position} and {second.position} of {request.request_id} swapped"
-        self._note(group, {first.slot, second.slot}, Reason.POSITION, group.head_tag, step=step, where=where)
+        # With a page, all that lies in it changes places: what is read at a position is what was at the other.
+        named = {first.slot, second.slot}
+        if group.lut is None and group.page_size > 1:
+            pages = {slot // group.page_size for slot in named}
+            named = {a.slot for a in slots if a.slot // group.page_size in pages}
+        self._note(group, named, Reason.POSITION, group.head_tag, step=step, where=where)
 
     def _swap_tokens(
         self, batch: ForwardBatch, groups: Sequence[BufferGroup], step: int, *, checks_inputs: bool
@@ -243,5 +249,10 @@ class Perturber:
 def bytes_of(source: KvSource, slot: int, layer: int) -> torch.Tensor:
     """Return the bytes of a slot's token in a layer, uint8 [bytes_per_token], as a view."""
     row, offset = divmod(slot - source.slot_bias, source.page_size)
-    start = source.offset_bytes + offset * source.bytes_per_token
+    start = source.offset_bytes + offset * source.token_stride_bytes
     return source.layers[layer][row].reshape(-1).view(torch.uint8)[start : start + source.bytes_per_token]
+
+
+def _entry_of(active: ActiveSlot) -> int:
+    """Return what names the slot: its page, or with a LUT its place in that."""
+    return active.slot if active.group.lut is not None else active.slot // active.group.page_size

@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from kv_canary.runtime.batch import ForwardBatch
 from kv_canary.runtime.composition import ForwardRequest
 from kv_canary.runtime.pools import BufferGroup
@@ -32,7 +34,8 @@ def collect_active_slots(batch: ForwardBatch, group: BufferGroup) -> list[Active
     found = []
     for request in batch.requests:
         first = max(0, request.prefix_len - group.window) if group.window else 0
-        slots = table[request.row, first : request.prefix_len].tolist()
+        positions = torch.arange(first, request.prefix_len, device=table.device)
+        slots = group.slots_named(table, request.row_in_tables, positions).tolist()
         for position, named in enumerate(slots, first):
             inside = lut is None or 0 <= named < len(lut)
             slot = named if lut is None else lut[named] if inside else 0

@@ -50,14 +50,20 @@ class Decoder:
         name = self._name_of_owner(owner)
         return name if self.redactor is None else self.redactor.name(name)
 
-    def groups_of(self, tag: int) -> list[BufferGroup]:
-        """Return the groups whose launches carry `tag`; several where attention types differ in their window only."""
-        return [g for g in self._groups if tag in (g.head_tag, g.tail_tag, g.sweep_tag)] or list(self._groups)
+    def group_of(self, row: ViolationRow) -> BufferGroup:
+        """Return the group that a violation row was found in; where it does not say, the first of its tag."""
+        if 0 < row.group <= len(self._groups):
+            return self._groups[row.group - 1]
+        return next((g for g in self._groups if row.tag in g.tags), self._groups[0])
+
+    def group_named(self, name: str) -> BufferGroup:
+        """Return the group that reports call `name`."""
+        return next(g for g in self._groups if g.name == name)
 
     def decode(self, row: ViolationRow) -> ViolationReport:
         """Decode one violation row."""
         tag, reasons = Tag(row.tag), Reason(row.reasons)
-        groups, found = _holders(self.groups_of(tag), row), row
+        group, found = self.group_of(row), row
         if self.redactor is not None:
             row = self.redactor.row(row)
         request_id = self.name_of_row(row.step, row.row)
@@ -69,7 +75,7 @@ class Decoder:
             "reasons": reason_names(reasons),
             "tag": tag.name,
             "step": row.step,
-            "group": " or ".join(g.name for g in groups),
+            "group": group.name,
             "slot": row.slot,
             "row": row.row,
             "request_id": request_id,
@@ -80,9 +86,9 @@ class Decoder:
             "observed_kv": row.observed_kv & MASK64 if row.observed_kv else None,
             "previous_slot": 0 if Reason.BATCH in reasons else row.previous,
             "given": (row.previous, row.given) if Reason.BATCH in reasons else None,
-            "places": _places(groups[0], reasons, record),
+            "places": _places(group, reasons, record),
             # It names no token, and what is damaged shows in the words as they are.
-            "cause": cause_of_one(reasons, found, record, request_id, groups[0], is_write=writing),
+            "cause": cause_of_one(reasons, found, record, request_id, group, is_write=writing),
         }
         return ViolationReport(**report, sentence=_sentence(report, writing))
 
@@ -99,18 +105,6 @@ class Decoder:
             retired=bool((writer & MASK64) >> 63),
             request_id=self.name_of_owner(owner) if owner else None,
         )
-
-
-def _holders(groups: list[BufferGroup], row: ViolationRow) -> list[BufferGroup]:
-    """Return those of `groups` in whose pool the slot still has the record of a violation row; if none, all of them.
-
-    Groups over the same slots share their tags: a draft model's and the target's, a cache's data and its scales.
-    """
-    slot, record = row.slot, [row.identity, row.chain, row.kv]
-    if len(groups) == 1 or not any(record):
-        return groups
-    pools = {g: g.pool.records for g in groups if 0 <= slot < len(g.pool.records)}
-    return [g for g, records in pools.items() if records[slot, :3].tolist() == record] or groups
 
 
 def is_write(row: ViolationRow) -> bool:

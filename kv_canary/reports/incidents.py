@@ -233,7 +233,6 @@ class IncidentTracker:
 
     def _begin(self, cluster: Cluster, step: int) -> _Open:
         leading = cluster.members[0]
-        groups = self._decoder.groups_of(leading.first.tag)
         first = self._decoder.decode(leading.first)
         slots = {m.slot for m in cluster.members}
         overwritten = next(
@@ -244,7 +243,11 @@ class IncidentTracker:
             ),
             None,
         )
-        around = Circumstances(group=groups[0], arrived=self._arrived(step, leading.row), overwritten=overwritten)
+        around = Circumstances(
+            group=self._decoder.group_of(leading.first),
+            arrived=self._arrived(step, leading.row),
+            overwritten=overwritten,
+        )
         self._last += 1
         self._open[self._last] = opened = _Open(
             number=self._last,

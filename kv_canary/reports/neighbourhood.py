@@ -97,10 +97,11 @@ class SlotReader:
             written: positions that are in the cache.
         """
         first, end = max(within.start, 0), min(within.stop, written)
-        if first >= end or not 0 <= request.row < table.shape[0]:
+        row = request.row_in_tables
+        if first >= end or not 0 <= row < table.shape[0]:
             return ()
         resident = max(0, written - group.window) if group.window else 0
-        slots = slots_of(group, table[request.row], first - 1, end)
+        slots = slots_of(group, table, row, first - 1, end)
         positions = list(range(first, end))
         before = zip(positions, slots[:-1], strict=True)
         previous = [HEAD_OF_CHAIN if p == 0 else UNCHECKED if p <= resident else s for p, s in before]
@@ -208,9 +209,10 @@ def _unread(position: int, slot: int, expected: int) -> Neighbour:
     )
 
 
-def slots_of(group: BufferGroup, line: torch.Tensor, first: int, end: int) -> list[int]:
+def slots_of(group: BufferGroup, table: torch.Tensor, row: int, first: int, end: int) -> list[int]:
     """Return the slots of positions [first, end) of a table's row, as `plan` resolves them; BAD_SLOT for -1."""
-    known = line[max(first, 0) : end].to(torch.int64)
+    known_end = min(end, table.shape[1] * group.page_size)
+    known = group.slots_named(table, row, torch.arange(max(first, 0), max(first, 0, known_end), device=table.device))
     if group.lut is not None and len(group.lut):
         inside = (known >= 0) & (known < len(group.lut))
         translated = group.lut[known.to(group.lut.device).clamp(0, len(group.lut) - 1)].to(known.device)

@@ -17,11 +17,10 @@ from kv_canary.ratelimit import PER_MINUTE, RateLimit
 from kv_canary.reports.bundle import MOST_BUNDLES, MOST_ROWS, Bundle, BundleFolder, utc_now
 from kv_canary.reports.decode import Decoder
 from kv_canary.reports.incidents import Incident, IncidentTracker, goes_on
-from kv_canary.reports.neighbourhood import Neighbourhood, SlotReader, slots_of
+from kv_canary.reports.neighbourhood import Neighbourhood, SlotReader
 from kv_canary.reports.report import ViolationReport
 from kv_canary.reports.versions import versions
-from kv_canary.runtime.history import StepHistory, StepRecord
-from kv_canary.runtime.pools import BufferGroup
+from kv_canary.runtime.history import StepHistory
 from kv_canary.specs.violation_row import ViolationRow
 
 # Positions on each side of a fault that its neighbourhood shows, and that a bundle's timeline shows.
@@ -188,19 +187,18 @@ class IncidentReporter:
         """Return what lies around an incident now, or None where no table tells."""
         first, newest = incident.first, 0 if self._steps.newest is None else self._steps.newest.number
         tag = Tag[first.tag]
+        group = self._decoder.group_named(first.group)
         start, end = incident.positions[0]
         looker = SlotReader(
-            backend=select_backend(self._config.backend, self._decoder.groups_of(tag)[0].pool.records.device),
+            backend=select_backend(self._config.backend, group.pool.records.device),
             track_lifetime=self._config.track_lifetime,
             name_of_owner=self._decoder.name_of_owner,
         )
         if not first.row:
-            pool = self._decoder.groups_of(tag)[0]
-            rows = looker.slots(pool, tag, within=range(first.slot - side, first.slot + side + 1))
-            return Neighbourhood(as_of_step=newest, request=None, group=pool.name, moved=False, rows=rows)
+            rows = looker.slots(group, tag, within=range(first.slot - side, first.slot + side + 1))
+            return Neighbourhood(as_of_step=newest, request=None, group=group.name, moved=False, rows=rows)
         found = self._steps.latest(first.step, first.row)
-        group = None if found is None else self._group(tag, first, found[0])
-        if found is None or group is None:
+        if found is None or group.name not in found[0].tables:
             return None
         step, request = found
         extended = 0 if step.broken else request.extend_len
@@ -212,16 +210,6 @@ class IncidentReporter:
         return Neighbourhood(
             as_of_step=newest, request=request.request_id, group=group.name, moved=here != first.slot, rows=rows
         )
-
-    def _group(self, tag: Tag, first: ViolationReport, step: StepRecord) -> BufferGroup | None:
-        """Return the group of a report: where several share its tag, the one whose table names the slot."""
-        groups = [g for g in self._decoder.groups_of(tag) if g.name in step.tables]
-        for group in groups:
-            table = step.tables[group.name]
-            inside = first.row < table.shape[0] and 0 <= first.position < table.shape[1]
-            if inside and slots_of(group, table[first.row], first.position, first.position + 1) == [first.slot]:
-                return group
-        return groups[0] if groups else None
 
 
 def _near(timeline: Neighbourhood | None, incident: Incident) -> Neighbourhood | None:

@@ -63,10 +63,6 @@ class Accounts:
         self._config, self._guard, self._costs = config, guard, costs
         self._rows, self._on_report = rows, on_report
         self._steps = StepHistory()
-        # As reports call them: several groups where a tag is theirs alike.
-        self._groups_of = {
-            tag: " or ".join(g.name for g in groups if tag in (g.head_tag, g.tail_tag, g.sweep_tag)) for tag in Tag
-        }
         self.redactor = Redactor.of(config)
         self._decoder = Decoder(
             groups, name_of_row=self._name_of_row, name_of_owner=self._name_of_owner, redactor=self.redactor
@@ -78,7 +74,7 @@ class Accounts:
         self._relied_on = self._verified = self._violations = self._discarded = 0
         self._reasons: Counter[str] = Counter()
         # From 0 on, so that who watches sees the first of each.
-        self._found = Counter({(g, r.name or str(r)): 0 for g in self._groups_of.values() if g for r in Reason})
+        self._found = Counter({(g.name, r.name or str(r)): 0 for g in groups for r in Reason})
         self._statuses: Counter[Status] = Counter()
         self._missing: dict[str, int] = {}
         self._apart = self._closed = False
@@ -162,10 +158,10 @@ class Accounts:
         self._discarded += discarded
         total = findings.total - discarded
         self._violations += total
-        for (tag, reasons), count in Counter((row.tag, row.reasons) for row in rows).items():
+        for (group, reasons), count in Counter((self._decoder.group_of(row).name, row.reasons) for row in rows).items():
             for name in reason_names(reasons):
                 self._reasons[name] += count
-                self._found[self._groups_of[Tag(tag)], name] += count
+                self._found[group, name] += count
         facts = [self._take_step(step) for step in findings.steps]
         reports: list[ViolationReport] = []
         incidents: tuple[Incident, ...] = ()

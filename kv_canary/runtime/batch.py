@@ -25,12 +25,13 @@ class ForwardBatch:
         input_ids: [tokens] the model is given; None where they are known at HEAD only.
         positions: [tokens] the model is given; None likewise.
         out_slots: [tokens] per group name: the slot each token's KV goes to, 0 where it is discarded.
-        tables: int32 [rows, length] per group name: the slot of each cached position of a row.
+        tables: int32 [rows, pages] per group name: the page of each cached position of a row, by its number, as
+            `BufferGroup.page_size` says; a page of one slot is the slot.
         expected_input_ids: [tokens] that the model should be given, for WRITE_TOKEN; -1 where that is not known. None:
             the requests' own tokens where `CanaryConfig.check_inputs` is on, else not checked.
         check_positions: whether positions must continue the prefix; not so in a warm-up.
         rows, lengths: [requests] on the device, the row and the length (new tokens included) of each request as the
-            attention backend is given them, for BATCH; None: not checked.
+            attention backend is given them, for BATCH; None: not checked. Lengths may be given alone.
         is_given_at_tail: whether `tail` may be told where the model has read all of these; they are not copied before.
     """
 
@@ -59,7 +60,7 @@ class ModelInputs:
         input_ids, positions: [tokens].
         out_slots: [tokens] per group name.
         rows, lengths: [requests], the row of each request and its length with the new tokens, as the attention backend
-            is given them; None: not checked.
+            is given them; None: not checked. Lengths may be given alone.
         stays: whether all of it lies there at every forward: then it is read in place, and not copied. Tensors that are
             not int64 are copied all the same. To be made once, and given at every forward.
     """

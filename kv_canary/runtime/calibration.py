@@ -38,7 +38,8 @@ def _replay_seconds(context: CanaryContext, entries: int) -> float:
     counters, tails = torch.zeros_like(context.state.counters), torch.zeros_like(context.state.anchors)
     work = []
     for group in context.groups:
-        table = torch.randint(0, group.pool.num_slots, (2, entries), dtype=torch.int32, device=device)
+        pages = max(1, group.pool.num_slots // group.page_size)
+        table = torch.randint(0, pages, (2, -(-entries // group.page_size)), dtype=torch.int32, device=device)
         resolved = ResolvedSlots.allocate(entry_cap=entries, device=device)
         work.append((group, table, resolved, WritePlan.allocate(write_cap=1, device=device)))
 
@@ -51,6 +52,7 @@ def _replay_seconds(context: CanaryContext, entries: int) -> float:
                 prefix_lens=prefix,
                 extend_lens=nothing,
                 req_to_token=table,
+                page_size=group.page_size,
                 step=step,
                 endpoint=context.endpoint(group, group.head_tag, with_bytes=True),
                 resolved=resolved,

@@ -24,7 +24,7 @@ class ForwardRequest:
 
     Args:
         request_id: how reports call it.
-        row: its row in the tables, in [1, max_rows).
+        row: its row with the canary, in [1, max_rows), for as long as it lives.
         owner: its serial number, stamped on the records it writes.
         prefix_len: tokens it has in the cache before this forward, those `pending` included.
         extend_len: tokens this forward writes for it.
@@ -34,6 +34,7 @@ class ForwardRequest:
             behind the model only, where they are first there to be read; never with a captured graph.
         identity: a 64-bit word of what else its KV depends on (adapter, image, cache salt, weights), from a stable
             hash; 0 for nothing. The same tokens under another identity are another chain.
+        table_row: its row in the tables of this forward, which may be any; None: `row`.
         discarded: says, once the forward is over, whether the engine has thrown this request's result away; what such
             a row has found is counted and not reported.
     """
@@ -46,7 +47,13 @@ class ForwardRequest:
     tokens: Callable[[int, int], Sequence[int]]
     pending: int = 0
     identity: int = 0
+    table_row: int | None = None
     discarded: Callable[[], bool] | None = None
+
+    @property
+    def row_in_tables(self) -> int:
+        """Its row in the tables of this forward."""
+        return self.row if self.table_row is None else self.table_row
 
 
 class RequestSource(Protocol):
@@ -73,7 +80,7 @@ class Composition:
 
     Args:
         members: the engine's own request objects.
-        rows: int64 [requests], of the canary's tables, each in [1, max_rows).
+        rows: int64 [requests], with the canary, each in [1, max_rows).
         owners: int64 [requests], stamped on what they write.
         identities: uint64 or int64 [requests] of what else their KV depends on; None: nothing.
         source: answers for the members.
@@ -107,6 +114,7 @@ class BatchRequests(Sequence[ForwardRequest]):
         prefix: int64 [requests] tokens in the cache before the forward, those pending included.
         extend: int64 [requests] tokens that it writes.
         pending: int64 [requests]; None: none is. See `ForwardRequest`.
+        table_rows: int64 [requests], of the tables of this forward; None: the rows.
         newest: int64 [requests] own token before each prefix, where the adapter has them at hand; None: it is asked.
 
     `rows` and `owners` are those of the composition.
@@ -122,6 +130,7 @@ class BatchRequests(Sequence[ForwardRequest]):
         "pending",
         "prefix",
         "rows",
+        "table_rows",
     )
 
     def __init__(
@@ -132,8 +141,10 @@ class BatchRequests(Sequence[ForwardRequest]):
         extend: Int64s,
         pending: Int64s | None = None,
         newest: Int64s | None = None,
+        table_rows: Int64s | None = None,
     ) -> None:
         self.composition, self.prefix, self.extend, self.pending = composition, prefix, extend, pending
+        self.table_rows = table_rows
         self.newest_of_all, self.rows, self.owners = newest, composition.rows, composition.owners
         self._num_tokens = self._num_cached = -1
 
@@ -145,7 +156,15 @@ class BatchRequests(Sequence[ForwardRequest]):
         columns = _columns(requests)
         rows, owners, prefix, extend, pending = columns[:5]
         composition = Composition(requests, rows=rows, owners=owners, identities=columns[5], source=_GIVEN)
-        return cls(composition, prefix=prefix, extend=extend, pending=pending if pending.any() else None)
+        return cls(
+            composition,
+            prefix=prefix,
+            extend=extend,
+            pending=pending if pending.any() else None,
+            table_rows=None
+            if all(r.table_row is None for r in requests)
+            else np.array([r.row_in_tables for r in requests], np.int64),
+        )
 
     @property
     def is_composed(self) -> bool:
@@ -220,6 +239,7 @@ class BatchRequests(Sequence[ForwardRequest]):
             tokens=lambda start, end: source.tokens(member, start, end),
             pending=0 if self.pending is None else int(self.pending[i]),
             identity=int(self.composition.identities[i]) & _MASK,
+            table_row=None if self.table_rows is None else int(self.table_rows[i]),
             discarded=lambda: source.discarded(member, prefix + extend),
         )
 

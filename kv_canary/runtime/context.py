@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from kv_canary.backends import select_backend
@@ -81,7 +82,8 @@ class CanaryContext:
         """Return the launch site `tag` of `group`; the same one every time."""
         key = (group.name, tag, with_bytes)
         if key not in self._endpoints:
-            self._endpoints[key] = group.endpoint(tag, with_bytes=with_bytes)
+            endpoint = group.endpoint(tag, with_bytes=with_bytes)
+            self._endpoints[key] = dataclasses.replace(endpoint, group=1 + self.groups.index(group))
         return self._endpoints[key]
 
     def new_replays(self) -> Replays:

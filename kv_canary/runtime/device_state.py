@@ -300,8 +300,9 @@ class CanaryDeviceState:
     def _not_anchored(self, requests: BatchRequests) -> Int64s:
         """Return which requests' chains are not known to start from their identities."""
         rows = requests.rows
-        wrong = (self._anchored[rows] != requests.composition.identities) | ~self._is_anchored[rows]
-        which: Int64s = wrong.nonzero()[0]
+        which: Int64s = (
+            (self._anchored[rows] != requests.composition.identities) | ~self._is_anchored[rows]
+        ).nonzero()[0]
         return which
 
     def _anchor(self, requests: BatchRequests) -> None:

@@ -43,6 +43,7 @@ class CapturedForward:
         tables: address, shape and strides of each group's table, by name.
         expects_tokens: whether the input ids to expect are among its inputs.
         is_given: whether rows and lengths are, as the attention backend is given them.
+        has_table_rows: whether the requests' rows in the tables are.
     """
 
     requests: int
@@ -50,6 +51,7 @@ class CapturedForward:
     tables: Mapping[str, tuple[int, torch.Size, tuple[int, ...]]]
     expects_tokens: bool
     is_given: bool
+    has_table_rows: bool = False
 
 
 class Phase(Enum):
@@ -152,14 +154,19 @@ class SingleForwardManager:
         self.end()
 
     def warm_up(
-        self, *, tables: Mapping[str, torch.Tensor], expects_tokens: bool | None = None, is_given: bool = False
+        self,
+        *,
+        tables: Mapping[str, torch.Tensor],
+        expects_tokens: bool | None = None,
+        is_given: bool = False,
+        has_table_rows: bool = False,
     ) -> int:
         """Run HEAD and TAIL once on nothing for every size that they are rounded to, so that all kernels are compiled.
 
         Return how many sizes there are. Outside any graph; where launches are not rounded, nothing is done.
 
         Args:
-            tables, expects_tokens, is_given: see `capturing`.
+            tables, expects_tokens, is_given, has_table_rows: see `capturing`.
 
         Raises:
             RuntimeError: the last forward, or another one of the manager, was not ended.
@@ -177,6 +184,7 @@ class SingleForwardManager:
                 tokens=tokens,
                 expects_tokens=expects if expects_tokens is None else expects_tokens,
                 is_given=is_given,
+                has_table_rows=has_table_rows,
                 has_pending=has_pending,
                 advances=None if self.inner else (min(tokens, MOST_REPLAYED), requests),
             )
@@ -201,7 +209,7 @@ class SingleForwardManager:
         """Run HEAD and TAIL on padding, with room for as many entries as are needed, if there may be so many."""
         self._shape, self._new_tokens, self._inputs.in_place = shape, 0, None
         self._advance = None if shape.advances is None else self.context.state.no_advance()
-        numbers = self._numbers(_NOBODY)
+        numbers = self._numbers(_NOBODY, has_table_rows=shape.has_table_rows)
         if shape.has_pending:
             numbers |= {"there": _NOBODY.prefix, "from_there": _NOBODY.extend}
         self._inputs.post(
@@ -232,6 +240,7 @@ class SingleForwardManager:
         tables: Mapping[str, torch.Tensor],
         expects_tokens: bool | None = None,
         is_given: bool = False,
+        has_table_rows: bool = False,
     ) -> Iterator[CapturedForward]:
         """Prepare for a capture: inside the block call `head`, the model and `tail` under `torch.cuda.graph`.
 
@@ -243,6 +252,7 @@ class SingleForwardManager:
             tables: the engine's tables, by group name, where they will lie at every replay.
             expects_tokens: whether batches will say which input ids to expect; None: as `CanaryConfig.check_inputs` is.
             is_given: whether batches will say which rows and lengths the attention backend is given.
+            has_table_rows: whether batches' requests may have a `table_row`.
         """
         self._expect(Phase.IDLE, "capturing")
         self._steps.expect_idle(f"forward {self.name}: capturing")
@@ -255,11 +265,18 @@ class SingleForwardManager:
                 raise ValueError(must_be(f"forward {self.name}", argument, f"in [1, {most}]", str(value)))
         self._check_names(tables, tables)
         expects_tokens = self.context.config.check_inputs if expects_tokens is None else expects_tokens
-        self._shape = Shape(requests=requests, tokens=tokens, expects_tokens=expects_tokens, is_given=is_given)
+        self._shape = Shape(
+            requests=requests,
+            tokens=tokens,
+            expects_tokens=expects_tokens,
+            is_given=is_given,
+            has_table_rows=has_table_rows,
+        )
         self._inputs.in_place = None
         self._new_tokens, self._sizes_are_final = tokens, True
         with torch.inference_mode(False):
-            self._inputs.post(self._numbers(_NOBODY), requests=requests, step=self.context.step)
+            numbers = self._numbers(_NOBODY, has_table_rows=has_table_rows)
+            self._inputs.post(numbers, requests=requests, step=self.context.step)
             for launches in self._launches:
                 launches.table = tables[launches.group.name]
                 launches.out_slots.zero_()
@@ -272,6 +289,7 @@ class SingleForwardManager:
             tables={name: layout_of(table) for name, table in tables.items()},
             expects_tokens=expects_tokens,
             is_given=is_given,
+            has_table_rows=has_table_rows,
         )
         try:
             if self.context.is_off:
@@ -402,7 +420,8 @@ class SingleForwardManager:
         if captured is not None and captured not in self._unusable:
             # The graph is about to be replayed: its HEAD and TAIL must find nothing to do.
             with self.context.guard.contain(f"forward {self.name}: taking a batch back"):
-                self._inputs.post(self._numbers(_NOBODY), requests=captured.requests, step=self.context.step)
+                numbers = self._numbers(_NOBODY, has_table_rows=captured.has_table_rows)
+                self._inputs.post(numbers, requests=captured.requests, step=self.context.step)
         with self.context.guard.contain(f"forward {self.name}: skip"):
             self._steps.skip_forward(self, out_slots)
 
@@ -415,7 +434,7 @@ class SingleForwardManager:
             expected = context.oracle.expected(requests, offset=self.groups[0].token_offset)
         self._shape = self._shape_of(batch, captured, expects_tokens=expected is not None)
         self._inputs.post(
-            self._numbers(requests, strides),
+            self._numbers(requests, strides, has_table_rows=self._shape.has_table_rows),
             requests=self._shape.requests,
             step=context.step,
             check_positions=batch.check_positions,
@@ -443,7 +462,9 @@ class SingleForwardManager:
                 sizes_are_final=self._sizes_are_final,
             )
 
-    def _numbers(self, requests: BatchRequests, strides: Int64s | None = None) -> dict[str, Int64s]:
+    def _numbers(
+        self, requests: BatchRequests, strides: Int64s | None = None, *, has_table_rows: bool
+    ) -> dict[str, Int64s]:
         """Return what launches are told of each request, by name."""
         context = self.context
         numbers = {
@@ -456,6 +477,8 @@ class SingleForwardManager:
             numbers["strides"] = np.ones_like(requests.rows) if strides is None else strides
         if context.state.lookahead:
             numbers["known_lens"] = context.state.known_lens(requests)
+        if has_table_rows:
+            numbers["table_rows"] = requests.rows if requests.table_rows is None else requests.table_rows
         if requests.pending is not None:
             numbers["there"] = requests.there
             numbers["from_there"] = requests.prefix - requests.there + 1
@@ -482,7 +505,8 @@ class SingleForwardManager:
             tokens=tokens,
             expects_tokens=expects_tokens,
             has_pending=batch.arrays.pending is not None,
-            is_given=batch.rows is not None,
+            has_table_rows=captured.has_table_rows if captured is not None else batch.arrays.table_rows is not None,
+            is_given=batch.lengths is not None,
             advances=advances,
         )
 
@@ -741,9 +765,9 @@ class SingleForwardManager:
         self._copy_inputs(source.input_ids, source.positions)
         for launches in self._launches:
             _copy(launches.copied_slots, source.out_slots[launches.group.name])
-        for buffer, tensor in ((self._inputs.given_rows, source.rows), (self._inputs.given_lens, source.lengths)):
-            if tensor is not None:
-                _copy(buffer, tensor)
+        if source.lengths is not None:
+            _copy(self._inputs.given_lens, source.lengths)
+            _copy(self._inputs.given_rows, self._inputs.rows if source.rows is None else source.rows)
 
     def _slots_of(self, launches: GroupLaunches) -> torch.Tensor:
         """Return the slots that a forward that is given up may have written."""
@@ -768,7 +792,7 @@ class SingleForwardManager:
             if room < least:
                 expected = f"of at least {least} {what}"
                 raise ValueError(must_be(f"forward {self.name}", "given", expected, str(room)))
-        if (given.rows is None) != (batch.rows is None):
+        if (given.lengths is None) != (batch.lengths is None):
             raise ValueError(must_be(f"forward {self.name}", "given rows", "as in the batch", "otherwise"))
         self._inputs.in_place = given
 
@@ -811,9 +835,11 @@ class SingleForwardManager:
             if captured.expects_tokens != expects:
                 expected = "given" if captured.expects_tokens else "left out"
                 raise ValueError(must_be(part, "expected_input_ids", f"{expected}, as captured", "the other"))
-            if captured.is_given != (batch.rows is not None):
+            if batch.arrays.table_rows is not None and not captured.has_table_rows:
+                raise ValueError(must_be(part, "table_row", "left out, as captured", "given"))
+            if captured.is_given != (batch.lengths is not None):
                 expected = "given" if captured.is_given else "left out"
-                raise ValueError(must_be(part, "rows", f"{expected}, as captured", "the other"))
+                raise ValueError(must_be(part, "lengths", f"{expected}, as captured", "the other"))
         flat = {
             "input_ids": batch.input_ids,
             "positions": batch.positions,
@@ -828,9 +854,9 @@ class SingleForwardManager:
                 raise ValueError(must_be(part, argument, expected, str(list(tensor.shape))))
             if tensor.dtype not in (torch.int32, torch.int64):
                 raise TypeError(must_be(part, argument, "of dtype int32 or int64", str(tensor.dtype)))
-        for argument, tensor, other in (("rows", batch.rows, batch.lengths), ("lengths", batch.lengths, batch.rows)):
-            if (tensor is None) != (other is None):
-                raise ValueError(must_be(part, argument, "given together with the other", "one of them"))
+        if batch.rows is not None and batch.lengths is None:
+            raise ValueError(must_be(part, "lengths", "given where rows are", "None"))
+        for argument, tensor in (("rows", batch.rows), ("lengths", batch.lengths)):
             if tensor is not None and tensor.shape != (len(batch.requests),):
                 expected = f"of shape [{len(batch.requests)}] (the requests)"
                 raise ValueError(must_be(part, argument, expected, str(list(tensor.shape))))

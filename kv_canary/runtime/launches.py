@@ -22,7 +22,7 @@ from kv_canary.specs.structures import Endpoint, ResolvedSlots, VerifyPlan, Writ
 from kv_canary.specs.write import max_tiles
 
 # Columns of numbers that the host sends of every request, at most.
-_NUMBER_COLUMNS = 8
+_NUMBER_COLUMNS = 9
 
 # Verify entries that a group has room for before a forward needs more.
 _FEW_ENTRIES = 1024
@@ -38,7 +38,8 @@ class Shape:
         requests, tokens: how many they take; a batch may have fewer.
         expects_tokens: whether the input ids are held against those to expect.
         has_pending: whether some of a prefix is produced by this very forward.
-        is_given: whether rows and lengths are held against those that the model is given.
+        has_table_rows: whether requests have other rows in the tables than in the canary.
+        is_given: whether lengths, and rows where there are any, are held against those that the model is given.
         advances: tokens and requests of the launch that brings rows up to their prefixes before HEAD; None: there is
             none.
     """
@@ -47,6 +48,7 @@ class Shape:
     tokens: int = 0
     expects_tokens: bool = False
     has_pending: bool = False
+    has_table_rows: bool = False
     is_given: bool = False
     advances: tuple[int, int] | None = None
 
@@ -80,7 +82,7 @@ class ForwardInputs:
     """What the host says of a forward, and what the model is given, where launches read it.
 
     Attributes:
-        rows, owners, known_lens, strides: int64 [requests]; strides may be None.
+        rows, owners, known_lens, strides, table_rows: int64 [requests]; the last two may be None.
         lengths: of the prefixes and of what comes.
         arriving: of what is there before the forward, and of what is not yet: all that `pending` says, and one more.
         is_pending: bool [requests], where some of the prefix is yet to come.
@@ -153,6 +155,7 @@ class ForwardInputs:
         self.advance = rest[len(there) :]
         self.rows, self.owners = there["rows"], there["owners"]
         self.lengths = Lengths(prefix=there["prefix"], extend=there["extend"])
+        self.table_rows = there.get("table_rows")
         self.known_lens, self.strides = there.get("known_lens", there["prefix"]), there.get("strides")
         if "there" in there:
             self.arriving = Lengths(prefix=there["there"], extend=there["from_there"])
@@ -335,8 +338,7 @@ class GroupLaunches:
             owners=inputs.owners[:n],
             prefix_lens=inputs.lengths.prefix[:n],
             extend_lens=inputs.lengths.extend[:n],
-            req_to_token=self.table,
-            window=self.group.window,
+            **self._tables(n),
             lut=self.group.lut,
             **self._tokens(n),
             strides=inputs.strides,
@@ -404,8 +406,7 @@ class GroupLaunches:
             owners=inputs.owners[:n],
             prefix_lens=lengths.prefix[:n],
             extend_lens=lengths.extend[:n],
-            req_to_token=self.table,
-            window=self.group.window,
+            **self._tables(n),
             after_write=after_write,
             lut=self.group.lut,
             **self._tokens(n),
@@ -443,6 +444,10 @@ class GroupLaunches:
         if inputs.in_place is not None:
             input_ids, positions = inputs.in_place.input_ids, inputs.in_place.positions
             rows, lens = inputs.in_place.rows, inputs.in_place.lengths
+            if rows is None and lens is not None:
+                # Nobody says them.
+                known = min(len(inputs.rows), len(lens))
+                rows, lens = inputs.rows[:known], lens[:known]
         is_given = shape.is_given and at_tail and self._checks_given
         ops.write(
             write_plan=self.write_plan.first(shape.requests),
@@ -470,6 +475,16 @@ class GroupLaunches:
         tag = group.tail_tag if at_tail else group.head_tag
         with_bytes = not at_tail or context.config.verify_bytes_at_tail or group.pool.head_records is not None
         return context.endpoint(group, tag, with_bytes=with_bytes)
+
+    def _tables(self, n: int) -> dict[str, Any]:
+        """Where cached positions lie, and which are read, as ops take it."""
+        rows = self._inputs.table_rows
+        return {
+            "req_to_token": self.table,
+            "table_rows": None if rows is None else rows[:n],
+            "page_size": self.group.page_size,
+            "window": self.group.window,
+        }
 
     def _tokens(self, n: int) -> dict[str, Any]:
         """The tokens to expect, as ops take them."""

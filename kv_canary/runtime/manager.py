@@ -243,7 +243,9 @@ class CanaryManager:
             )
         return self._forwards[name]
 
-    def warm_up(self, tables: Mapping[str, torch.Tensor], *, is_given: bool = False) -> None:
+    def warm_up(
+        self, tables: Mapping[str, torch.Tensor], *, is_given: bool = False, has_table_rows: bool = False
+    ) -> None:
         """Compile every kernel that the forwards made so far will launch, and say how long that took.
 
         To be called on the stream of the forwards, between them, before the engine serves: what is not compiled then is
@@ -252,6 +254,7 @@ class CanaryManager:
         Args:
             tables: the engine's, by group name, of the width that they will have.
             is_given: whether batches will say which rows and lengths the attention backend is given.
+            has_table_rows: whether their requests will have a `table_row`.
         """
         if self.is_off or not self.context.new_replays().rounds_up:
             return
@@ -260,7 +263,7 @@ class CanaryManager:
             began, sizes = time.monotonic(), 0
             for forward in self._forwards.values():
                 its = {g.name: tables[g.name] for g in forward.groups}
-                sizes += forward.warm_up(tables=its, is_given=is_given)
+                sizes += forward.warm_up(tables=its, is_given=is_given, has_table_rows=has_table_rows)
             self.state.warm_up(backend=self.backend)
             self._retirement.warm_up()
             nowhere = torch.zeros(_MOST_AT_ONCE + 1, dtype=torch.int64, device=self.device)

@@ -85,6 +85,7 @@ class BufferGroup:
         window: 0 for full attention, else cached positions that a query may read (the model's sliding_window - 1).
         ring: whether new tokens overwrite the oldest of window + 1 slots.
         lut: full slot -> slot of this pool, int64 [N], where the tables hold full slots.
+        page_size: slots of what an entry of its tables names: that entry times this is the first of them.
         token_offset: how many tokens later than the position the token stands that a slot holds: 0, or 1 for the pool
             of an EAGLE draft model.
     """
@@ -95,14 +96,27 @@ class BufferGroup:
     ring: bool = False
     lut: torch.Tensor | None = None
     token_offset: int = 0
+    page_size: int = 1
 
     def __post_init__(self) -> None:
         if self.window < 0:
             raise ValueError(must_be("BufferGroup", "window", "at least 0", str(self.window)))
         if self.ring and not self.window:
             raise ValueError(must_be("BufferGroup", "window", "at least 1 for a ring", "0"))
+        if self.page_size < 1:
+            raise ValueError(must_be("BufferGroup", "page_size", "at least 1", str(self.page_size)))
         if self.token_offset not in (0, 1):
             raise ValueError(must_be("BufferGroup", "token_offset", "0 or 1", str(self.token_offset)))
+
+    def slots_named(self, table: torch.Tensor, rows: torch.Tensor | int, positions: torch.Tensor | int) -> torch.Tensor:
+        """Return the int64 slots that a table names, before any LUT; below 0 where it names none.
+
+        Args:
+            table: int32 [rows, pages], of this group.
+            rows, positions: in range, int64 [n] or one for all.
+        """
+        pages = table[rows, positions // self.page_size].to(torch.int64)
+        return torch.where(pages < 0, pages, pages * self.page_size + positions % self.page_size)
 
     @property
     def head_tag(self) -> Tag:

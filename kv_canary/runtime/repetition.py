@@ -119,6 +119,8 @@ class Repetition:
         lap = self._laps[state.number % _LAPS]
         if newest is None or requests.pending is not None or lap.step > steps.drained:
             return False
+        if (requests.table_rows is not None) != ("table_rows" in self.numbers.at):
+            return False
         composition, prefix, count = requests.composition, requests.prefix, len(newest)
         if self._of != composition.number:
             self._of, self._longest = composition.number, int(prefix.max())
@@ -157,6 +159,9 @@ class Repetition:
             sent[begin : begin + count] = newest
             begin = at["starts"]
             sent[begin : begin + count] = starts
+            if requests.table_rows is not None:
+                begin = at["table_rows"]
+                sent[begin : begin + count] = requests.table_rows
             if "strides" in at:
                 begin = at["strides"]
                 sent[begin : begin + count] = steps.budget.strides(self._forward.name, requests, step=state.number)

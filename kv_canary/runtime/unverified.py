@@ -132,13 +132,7 @@ class Unverified:
 
     def take_back(self, findings: Findings, groups: Sequence[BufferGroup]) -> Findings:
         """Return what was drained less what was found only because a slot is a gap, or was one a moment ago."""
-        pools = {
-            tag: [p for p in self._marked if any(g.pool is p for g in groups if tag in g.tags)]
-            for tag in {row.tag for row in findings.rows if row.reasons == Reason.NEVER_WRITTEN}
-        }
-        if not any(pools.values()):
-            return findings
-        rows = [row for row in findings.rows if not self._is_gap(pools.get(row.tag, ()), row)]
+        rows = [row for row in findings.rows if not self._is_gap(groups[row.group - 1].pool, row)]
         count = len(findings.rows) - len(rows)
         if not count:
             return findings
@@ -149,12 +143,12 @@ class Unverified:
         total = findings.total - count if rows else 0
         return dataclasses.replace(findings, rows=rows, total=total)
 
-    def _is_gap(self, pools: Sequence[KvPool], row: ViolationRow) -> bool:
+    def _is_gap(self, pool: KvPool, row: ViolationRow) -> bool:
         """Whether a violation row says no more than that a gap has no record."""
-        slot = row.slot
-        return row.reasons == Reason.NEVER_WRITTEN and any(
-            0 < slot < len(self._marks[pool]) and bool(self._marks[pool][slot] & (_GAP | _TAKEN)) for pool in pools
-        )
+        marks, slot = self._marks[pool], row.slot
+        if row.reasons != Reason.NEVER_WRITTEN or pool not in self._marked or not 0 < slot < len(marks):
+            return False
+        return bool(marks[slot] & (_GAP | _TAKEN))
 
     def tidy(self) -> None:
         """Look whether any mark is left; waits for the device where there were any. Behind a drain that has waited."""
@@ -224,12 +218,20 @@ class Unverified:
         device, pool = self._context.device, group.pool
         there = [r.prefix_len - r.pending for r in requests]
         plan = VerifyPlan.allocate(verify_cap=max(1, sum(there)), device=device)
-        rows, prefixes, extends = send(device, [r.row for r in requests], there, [r.pending + 1 for r in requests])
+        rows, table_rows, prefixes, extends = send(
+            device,
+            [r.row for r in requests],
+            [r.row_in_tables for r in requests],
+            there,
+            [r.pending + 1 for r in requests],
+        )
         ops.plan(
             rows=rows,
             prefix_lens=prefixes,
             extend_lens=extends if any(r.pending for r in requests) else torch.zeros_like(prefixes),
             req_to_token=table,
+            table_rows=table_rows,
+            page_size=group.page_size,
             window=group.window,
             # As HEAD plans it.
             after_write=any(r.pending for r in requests),

@@ -33,13 +33,19 @@ BATCH: Mapping[str, ArgumentSpec] = {
 }
 
 # How the slot of a position is looked up, and which positions are read.
-REQ_TO_TOKEN = TensorSpec(
-    dtype=torch.int32,
-    shape=("num_rows", "max_len"),
-    row_strided=True,
-    index_of={"lut_len": None, "num_slots": None},
-    doc="slot of each position of a row",
-)
+TABLES: Mapping[str, ArgumentSpec] = {
+    "req_to_token": TensorSpec(
+        dtype=torch.int32,
+        shape=("num_rows", "num_pages"),
+        row_strided=True,
+        index_of={"lut_len": None, "num_slots": None},
+        doc="page of each position of a row, by its number: its slots are those from page_size times that on",
+    ),
+    "table_rows": TensorSpec(
+        dtype=torch.int64, shape=("bs",), optional=True, index_of=ROW, doc="row of req_to_token; None: rows"
+    ),
+    "page_size": ScalarSpec(type=int, default=1, minimum=1, doc="slots of a page; 1: req_to_token holds slots"),
+}
 WINDOW = ScalarSpec(type=int, default=0, minimum=0, doc="cached positions the first new query may read; 0: all of them")
 LUT = TensorSpec(dtype=torch.int64, shape=("lut_len",), optional=True, index_of=SLOT, doc="full slot -> SWA slot")
 STRIDES = TensorSpec(

@@ -13,15 +13,20 @@ from kv_canary.specs.arguments import (
     ENTRY_OFFSETS,
     EXPECTED_TOKENS,
     LUT,
-    REQ_TO_TOKEN,
     STATUS,
     STEP,
     STRIDES,
+    TABLES,
     WINDOW,
     WRITE_PLAN,
 )
 from kv_canary.specs.interface import KernelSpec, ScalarSpec, Sizes, StructSpec
 from kv_canary.specs.structures import VerifyPlan
+
+
+def longest_prefix(num_pages: int, page_size: int) -> int:
+    """Return how many cached positions a request may have in a table of so many pages a row: they fit 31 bits."""
+    return min(num_pages * page_size, (1 << 31) - 1)
 
 
 def check_write_capacity(op: str, arguments: Mapping[str, Any], sizes: Sizes) -> None:
@@ -42,7 +47,7 @@ SPEC = KernelSpec(
     """,
     arguments={
         **BATCH,
-        "req_to_token": REQ_TO_TOKEN,
+        **TABLES,
         "window": WINDOW,
         "after_write": ScalarSpec(
             type=bool, default=False, doc="plan what is still resident after this step in a ring of window + 1 slots"

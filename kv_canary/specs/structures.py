@@ -14,7 +14,7 @@ import torch
 from kv_canary.constants import HEAD_OF_CHAIN, RECORD_WORDS, RESOLVED_WORDS, RUN_ENTRIES, RUN_WORDS, UNCHECKED, Tag
 from kv_canary.errors import must_be
 from kv_canary.specs.interface import ROW, SLOT, TensorSpec, allocate_tensor
-from kv_canary.specs.violation_row import VIOLATION_WORDS, ViolationRow
+from kv_canary.specs.violation_row import MOST_GROUPS, VIOLATION_WORDS, ViolationRow, site_of
 
 # A buffer of slot records.
 RECORDS = TensorSpec(
@@ -148,7 +148,7 @@ class KvSource:
     """The K or the V bytes of a pool, as views: what a fingerprint is taken of.
 
     With e = slot - slot_bias, a slot's token lies in row e // page_size of every layer, at byte
-    `offset_bytes + (e % page_size) * bytes_per_token` of that row. A token at position p is covered in layer
+    `offset_bytes + (e % page_size) * token_stride_bytes` of that row. A token at position p is covered in layer
     p % n, window (p // n) % num_windows; window w covers bytes [w * read_bytes, (w + 1) * read_bytes) of the
     token, the last one ending at bytes_per_token.
 
@@ -160,6 +160,8 @@ class KvSource:
         read_bytes: bytes fingerprinted of a token; `bytes_per_token` or more covers a whole layer.
         offset_bytes: bytes before the first token of a row.
         slot_bias: subtracted from a slot first; 1 for an engine whose slot 0 holds a real token.
+        token_stride_bytes: bytes from a token of a row to the next; 0: `bytes_per_token`. More where something else
+            lies between tokens, as V between the K of a layout that keeps both of a head together.
 
     Raises:
         TypeError, ValueError: naming the field, what it must be and what came.
@@ -171,6 +173,7 @@ class KvSource:
     read_bytes: int = 16
     offset_bytes: int = 0
     slot_bias: int = 0
+    token_stride_bytes: int = 0
     table: torch.Tensor = field(init=False, repr=False)
     alignment: int = field(init=False, repr=False)
 
@@ -181,6 +184,7 @@ class KvSource:
             ("read_bytes", 1),
             ("offset_bytes", 0),
             ("slot_bias", 0),
+            ("token_stride_bytes", 0),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
@@ -202,14 +206,19 @@ class KvSource:
                 raise ValueError(must_be("KvSource", f"layers[{i}]", expected, _describe(layer)))
         if first.numel() and not first[0].is_contiguous():
             raise ValueError(must_be("KvSource", "layers[0]", "contiguous inside a row", f"strides {first.stride()}"))
-        needed = self.offset_bytes + self.page_size * self.bytes_per_token
+        if not self.token_stride_bytes:
+            object.__setattr__(self, "token_stride_bytes", self.bytes_per_token)
+        if self.token_stride_bytes < self.bytes_per_token:
+            expected = f"at least bytes_per_token ({self.bytes_per_token}), or 0"
+            raise ValueError(must_be("KvSource", "token_stride_bytes", expected, str(self.token_stride_bytes)))
+        needed = self.offset_bytes + (self.page_size - 1) * self.token_stride_bytes + self.bytes_per_token
         if needed > self.row_bytes:
-            expected = f"at least {needed} bytes a row (offset_bytes + page_size * bytes_per_token)"
+            expected = f"at least {needed} bytes a row (offset_bytes, page_size tokens and what lies between them)"
             raise ValueError(must_be("KvSource", "layers[0]", expected, f"{self.row_bytes}"))
         addresses = [layer.data_ptr() for layer in self.layers]
         object.__setattr__(self, "table", torch.tensor(addresses, dtype=torch.int64, device=first.device))
         # What every fingerprinted word is aligned to, 16 bytes at most.
-        numbers = [*addresses, self.row_stride_bytes, self.offset_bytes, self.bytes_per_token]
+        numbers = [*addresses, self.row_stride_bytes, self.offset_bytes, self.bytes_per_token, self.token_stride_bytes]
         if self.num_windows > 1:
             numbers.append(self.read_bytes)
         object.__setattr__(self, "alignment", math.gcd(16, *numbers))
@@ -245,22 +254,40 @@ class KvSource:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Endpoint:
-    """One launch site: its tag, the records it works on and the K and V bytes they stand for."""
+    """One launch site: its tag, the records it works on and the K and V bytes they stand for.
+
+    Args:
+        tag: see `Tag`.
+        records: of the pool.
+        k_source, v_source: its bytes; None leaves that half unchecked.
+        group: number of the buffer group, from 1 on, for reports; 0: none is told.
+    """
 
     tag: int
     records: torch.Tensor = field(metadata={"spec": RECORDS})
     k_source: KvSource | None = None
     v_source: KvSource | None = None
+    group: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.tag, bool) or not isinstance(self.tag, int):
-            raise TypeError(must_be("Endpoint", "tag", "a Tag", type(self.tag).__name__))
+        for name in ("tag", "group"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                kind = "a Tag" if name == "tag" else "an int"
+                raise TypeError(must_be("Endpoint", name, kind, type(value).__name__))
+        if not 0 <= self.group <= MOST_GROUPS:
+            raise ValueError(must_be("Endpoint", "group", f"in [0, {MOST_GROUPS}]", str(self.group)))
         if not 0 <= self.tag < len(Tag):
             raise ValueError(must_be("Endpoint", "tag", f"one of {[int(t) for t in Tag]}", str(self.tag)))
         for name in ("k_source", "v_source"):
             source = getattr(self, name)
             if source is not None and not isinstance(source, KvSource):
                 raise TypeError(must_be("Endpoint", name, "a KvSource or None", type(source).__name__))
+
+    @property
+    def site(self) -> int:
+        """Tag and group in one word, as violation rows have them."""
+        return site_of(self.tag, self.group)
 
 
 def _describe(tensor: torch.Tensor) -> str:

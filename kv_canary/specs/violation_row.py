@@ -6,12 +6,22 @@ from typing import NamedTuple
 
 from kv_canary.constants import MASK64, OWNER_BITS, OWNER_MASK, STEP_MASK
 
+_TAG_BITS = 8
+_TAG_MASK = (1 << _TAG_BITS) - 1
+# Groups whose numbers fit beside a tag.
+MOST_GROUPS = 1 << 16
+
+
+def site_of(tag: int, group: int) -> int:
+    """Return the first word of the rows that a launch of this tag in this group reports."""
+    return int(tag) | group << _TAG_BITS
+
 
 class ViolationRow(NamedTuple):
     """One violation, as 16 words of int64. A word that was not read, or that does not apply, is 0 (token: -1).
 
     Args:
-        tag: the launch that found it, see `Tag`.
+        site: the launch that found it, see `tag` and `group`.
         reasons: of `Reason`, summed.
         slot: that was read or written; the seed's for PREFIX.
         row: of the tables.
@@ -31,7 +41,7 @@ class ViolationRow(NamedTuple):
         given: the length that the model was given for BATCH.
     """
 
-    tag: int = 0
+    site: int = 0
     reasons: int = 0
     slot: int = 0
     row: int = 0
@@ -47,6 +57,16 @@ class ViolationRow(NamedTuple):
     previous: int = 0
     owner: int = 0
     given: int = 0
+
+    @property
+    def tag(self) -> int:
+        """The launch that found it, see `Tag`."""
+        return self.site & _TAG_MASK
+
+    @property
+    def group(self) -> int:
+        """Number of the buffer group that it was found in, from 1 on; 0: that was not told."""
+        return self.site >> _TAG_BITS
 
     @property
     def stored_position(self) -> int:

@@ -45,7 +45,7 @@ def test_holds_the_call_the_outputs_and_where_it_was_seen(tmp_path: Path) -> Non
     assert torch.equal(file.expected["counters"], expected["counters"])
     assert torch.equal(file.got["counters"], got["counters"])
     source, was = file.arguments["endpoint"].k_source, verify_call()["endpoint"].k_source
-    for name in ("page_size", "bytes_per_token", "read_bytes", "offset_bytes", "slot_bias", "alignment"):
+    for name in ("page_size", "bytes_per_token", "token_stride_bytes", "read_bytes", "offset_bytes", "slot_bias"):
         assert getattr(source, name) == getattr(was, name), name
     for layer, other in zip(source.layers, was.layers, strict=True):
         assert torch.equal(layer, other)

@@ -481,7 +481,7 @@ def covers(source: kc.KvSource, entry: Entry, layer: int, row: int, column: int)
     windows = -(-source.bytes_per_token // source.read_bytes)
     first = entry.position // len(source.layers) % windows * source.read_bytes
     last = min(first + source.read_bytes, source.bytes_per_token)
-    begin = source.offset_bytes + at * source.bytes_per_token
+    begin = source.offset_bytes + at * source.token_stride_bytes
     return (layer, row) == (entry.position % len(source.layers), at_row) and first <= column - begin < last
 
 
@@ -506,7 +506,7 @@ def test_a_flipped_bit_of_a_byte_is_found_where_it_is_covered_and_nowhere_else(
             layer = data.draw(st.sampled_from([layer, target.position % len(source.layers)]))
             row, at = divmod(target.slot - source.slot_bias, source.page_size)
             byte = data.draw(st.integers(0, source.bytes_per_token - 1), label="byte")
-            column = source.offset_bytes + at * source.bytes_per_token + byte
+            column = source.offset_bytes + at * source.token_stride_bytes + byte
         else:
             row = data.draw(st.integers(0, source.num_rows - 1), label="row")
             column = data.draw(st.integers(0, source.row_bytes - 1), label="column")

@@ -44,8 +44,8 @@ def test_rows_and_lengths_that_agree_are_silent() -> None:
     batch = engine.batch((a, 1), (b, 1))
     with pytest.raises(ValueError, match=r"rows must be of shape \[2\]"):
         run(engine, given(batch, rows=torch.tensor([1, 2, 3])))
-    with pytest.raises(ValueError, match="rows must be given together"):
-        run(engine, given(batch, rows=None))
+    with pytest.raises(ValueError, match="lengths must be given where rows are"):
+        run(engine, given(batch, lengths=None))
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -79,7 +79,7 @@ def test_one_group_of_several_holds_them_against_each_other() -> None:
     batch = given(engine.batch((a, 3)), rows=torch.tensor([a.row + 1]))
     engine.run(batch)
     [report] = engine.found()
-    assert (report.group, report.reasons) == ("full or other", ("BATCH",))
+    assert (report.group, report.reasons) == ("full", ("BATCH",))
 
 
 def test_a_captured_forward_holds_them_against_each_other_too() -> None:
@@ -91,7 +91,7 @@ def test_a_captured_forward_holds_them_against_each_other_too() -> None:
         request.cached += 1
     assert engine.found() == []
     batch = engine.batch((a, 1), (b, 1))
-    with pytest.raises(ValueError, match="rows must be given, as captured"):
+    with pytest.raises(ValueError, match="lengths must be given, as captured"):
         tape.run(batch)
     tape.run(given(batch, rows=torch.tensor([a.row, a.row])))
     assert [(r.request_id, r.reasons) for r in engine.found()] == [("b", ("BATCH",))]

@@ -10,7 +10,7 @@ import torch
 
 import kv_canary as kc
 from kv_canary.reports import Decoder
-from kv_canary.specs.violation_row import ViolationRow
+from kv_canary.specs.violation_row import ViolationRow, site_of
 
 from .engine import Engine, full_engine, make_pool
 
@@ -211,7 +211,7 @@ def row(**words: int) -> ViolationRow:
 
 def test_a_swapped_input_id_is_called_that() -> None:
     words = row(
-        tag=1, reasons=int(kc.Reason.WRITE_TOKEN), slot=5, row=2, position=3, identity=3 << 32 | 9, token=8, owner=4
+        site=1, reasons=int(kc.Reason.WRITE_TOKEN), slot=5, row=2, position=3, identity=3 << 32 | 9, token=8, owner=4
     )
     report = decoder().decode(words)
     assert report.cause == "the forward was given another token than the one that was sampled"
@@ -232,23 +232,19 @@ def test_words_are_read_back_unsigned() -> None:
     assert (report.observed_kv, report.expected_chain) == ((1 << 64) - 4, (1 << 64) - 5)
 
 
-def test_two_groups_behind_one_tag_are_both_named() -> None:
+def test_a_report_names_the_group_that_the_row_says() -> None:
     pool = make_pool()
     groups = [kc.BufferGroup(name=n, pool=pool, window=w) for n, w in (("near", 4), ("far", 9), ("all", 0))]
-    words = row(tag=int(kc.Tag.HEAD_SWA), reasons=int(kc.Reason.UNMAPPED))
-    assert decoder(groups).decode(words).group == "near or far"
+    for number, name in ((1, "near"), (2, "far")):
+        words = row(site=site_of(kc.Tag.HEAD_SWA, number), reasons=int(kc.Reason.UNMAPPED))
+        report = decoder(groups).decode(words)
+        assert (report.group, report.tag) == (name, "HEAD_SWA")
 
 
-def test_of_two_groups_behind_one_tag_the_one_that_still_holds_the_record_is_named() -> None:
-    pools = [make_pool(), make_pool()]
-    groups = [kc.BufferGroup(name=name, pool=pool) for name, pool in zip(("full", "draft"), pools, strict=True)]
-    pools[0].records[3] = torch.tensor([7, 8, 9, 10])
-    pools[1].records[3] = torch.tensor([7, 8, 11, 10])
-    words = row(tag=kc.Tag.HEAD_FULL, reasons=kc.Reason.K, slot=3, position=0, identity=7, chain=8, kv=11)
-    assert decoder(groups).decode(words).group == "draft"
-    # Written anew since then: either may have held it.
-    pools[1].records[3] = 0
-    assert decoder(groups).decode(words).group == "full or draft"
+def test_a_row_that_names_no_group_is_of_the_first_one_of_its_tag() -> None:
+    groups = [kc.BufferGroup(name=n, pool=make_pool(), window=w) for n, w in (("all", 0), ("near", 4), ("far", 9))]
+    words = row(site=int(kc.Tag.TAIL_SWA), reasons=int(kc.Reason.UNMAPPED))
+    assert decoder(groups).decode(words).group == "near"
 
 
 def test_a_step_long_past_is_reported_by_its_row() -> None:

@@ -107,7 +107,7 @@ def test_ten_thousand_violations_a_step_cost_less_than_five_milliseconds(
 def row_of(*, step: int, row: int, slot: int = 7, position: int = 3) -> ViolationRow:
     """Return a violation row: a bit of K of a slot, found by a request in `row`."""
     return ViolationRow(
-        tag=Tag.HEAD_FULL,
+        site=Tag.HEAD_FULL,
         reasons=Reason.K,
         slot=slot,
         row=row,

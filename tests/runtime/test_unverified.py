@@ -11,7 +11,7 @@ import kv_canary as kc
 from kv_canary.constants import Reason, Tag
 from kv_canary.runtime.drain import Findings
 from kv_canary.runtime.unverified import Unverified
-from kv_canary.specs.violation_row import ViolationRow
+from kv_canary.specs.violation_row import ViolationRow, site_of
 
 from .engine import Engine, Request, full_engine, make_pool
 
@@ -100,7 +100,9 @@ def test_what_a_row_is_about_to_read_is_taken_in_once_for_each_marking(
 
 
 def never_written(tag: Tag, slot: int) -> ViolationRow:
-    return ViolationRow(tag=tag, reasons=Reason.NEVER_WRITTEN, slot=slot, row=1, position=2)
+    return ViolationRow(
+        site=site_of(tag, 1 + (tag == Tag.HEAD_SWA)), reasons=Reason.NEVER_WRITTEN, slot=slot, row=1, position=2
+    )
 
 
 def test_reports_of_gaps_are_taken_back_and_no_others() -> None:
