@@ -20,6 +20,9 @@ from kv_canary.errors import must_be
 from kv_canary.runtime.cached import CachedSlots
 from kv_canary.runtime.pools import BufferGroup, KvPool
 
+# What the engine calls the requests by which it warms up.
+WARMUP_PREFIX = "__warmup_"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Events:

@@ -20,21 +20,24 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import BAD_SLOT
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.transformers_base import Events, Layout
+from kv_canary.engines.transformers_requests import Composer
 from kv_canary.errors import must_be
-from kv_canary.identity import Identity, word_of
+from kv_canary.identity import Identity
 from kv_canary.reports import CanaryViolationError, ViolationReport
 from kv_canary.runtime.batch import ForwardBatch
 from kv_canary.runtime.cached import CachedSlots
 from kv_canary.runtime.capacities import CanaryLimits
-from kv_canary.runtime.composition import ForwardRequest
+from kv_canary.runtime.composition import BatchRequests, Int64s
 from kv_canary.runtime.device_state import widen
 from kv_canary.runtime.forward import SingleForwardManager
 from kv_canary.runtime.guard import Contained
@@ -43,7 +46,7 @@ from kv_canary.runtime.manager import CanaryManager
 from kv_canary.runtime.pools import KvPool
 from kv_canary.runtime.rows import RowTable
 
-WARMUP_PREFIX = "__warmup_"
+_NAME = attrgetter("request_id")
 
 
 class Session:
@@ -70,8 +73,7 @@ class Session:
     ) -> None:
         self.processor: Any = processor
         self.error: CanaryViolationError | None = None
-        self._identity = identity
-        self._identities: dict[str, int] = {}
+        self._anchored = identity is not None
         self._written: dict[str, int] = {}
         device = torch.device(processor.cache.device)
         if device.type not in ("cpu", "cuda"):
@@ -98,6 +100,7 @@ class Session:
                 max_len=max(g.pool.num_slots for g in self.layout.groups),
             )
             self._rows = RowTable(limits.max_rows)
+            self._composer = Composer(self._rows, identity)
             self.manager = CanaryManager(
                 self.layout.groups,
                 limits=limits,
@@ -227,7 +230,9 @@ class Session:
                 return
             try:
                 forward.tail(input_ids=_input_ids(batch_data) if _is_async(self.processor) else None)
-                self._written.update((r.request_id, r.prefix_len + r.extend_len) for r in batch.requests)
+                requests = batch.arrays
+                ends = (requests.prefix + requests.extend).tolist()
+                self._written.update(zip(map(_NAME, requests.composition.members), ends, strict=True))
                 forward.end()
             except BaseException:
                 forward.abort()
@@ -238,58 +243,53 @@ class Session:
 
     def _described(self, batch_data: dict[str, Any]) -> ForwardBatch | None:
         """Return what the engine is about to run, or None for a warm-up."""
-        requests = _host_inputs(self.processor).requests_in_batch
-        if any(f.state.request_id.startswith(WARMUP_PREFIX) for f in requests):
-            self._forget_blocks(f.state.request_id for f in requests)
+        futures = _host_inputs(self.processor).requests_in_batch
+        requests = self._composer.requests_of(futures)
+        if requests is None:
+            self._forget_blocks(f.state.request_id for f in futures)
             return None
         return self._batch(requests, batch_data)
 
     def _skip(self, batch_data: dict[str, Any]) -> None:
         """Let a forward go by unwatched; what it writes counts as unverified, or everything where that is not known."""
         slots: dict[str, torch.Tensor] = {}
+        futures = _host_inputs(self.processor).requests_in_batch
         with self._contained("finding what a forward writes"), self._on_stream():
-            requests = _host_inputs(self.processor).requests_in_batch
-            slots = {group.name: self._out_slots(g, requests, batch_data) for g, group in enumerate(self.layout.groups)}
+            tokens = sum(f.query_length for f in futures)
+            (prefix,) = send(self.manager.device, [f.state.position_offset - f.query_length for f in futures])
+            for g, group in enumerate(self.layout.groups):
+                slots[group.name] = self._out_slots(g, prefix, tokens, batch_data)
         with self._contained("skipping a forward"), self._on_stream():
             self.manager.forward().skip(slots, why="it could not be described")
-        self._written.update(
-            (f.state.request_id, f.state.position_offset) for f in _host_inputs(self.processor).requests_in_batch
-        )
+        self._written.update((f.state.request_id, f.state.position_offset) for f in futures)
 
-    def _out_slots(self, g: int, requests: Sequence[Any], batch_data: dict[str, Any]) -> torch.Tensor:
-        """Return the slots that the model is about to write in a group."""
-        pages = batch_data.get("block_table")
+    def _out_slots(self, g: int, prefix: torch.Tensor, tokens: int, batch_data: dict[str, Any]) -> torch.Tensor:
+        """Return the slots that the model is about to write in a group.
+
+        Args:
+            g: number of the group.
+            prefix: int64 [requests] on the device.
+            tokens: that are written.
+            batch_data: of the engine.
+        """
+        pages, page = batch_data.get("block_table"), self.layout.page
         if pages is None:
-            written = batch_data["write_index"][g][: sum(f.query_length for f in requests)]
-            return self.layout.to_slots(g, written)
+            return self.layout.to_slots(g, batch_data["write_index"][g][:tokens])
         # Such a step has one new token a request.
-        prefix, of = send(
-            self.manager.device,
-            [f.state.position_offset - f.query_length for f in requests],
-            range(len(requests)),
-        )
-        return self.layout.to_slots(g, _look_up(pages[g], of, prefix, page=self.layout.page))
+        columns = (prefix // page).clamp(max=pages.shape[-1] - 1)
+        first = pages[g, : len(prefix)].gather(1, columns[:, None])[:, 0].long() * page
+        return self.layout.to_slots(g, first + prefix % page)
 
-    def _batch(self, requests: Sequence[Any], batch_data: dict[str, Any]) -> ForwardBatch:
-        keep = {f.state.request_id for f in requests}
-        described = [
-            ForwardRequest(
-                request_id=state.request_id,
-                row=self._rows.row(state.request_id, keep=keep),
-                owner=self._rows.owner(state.request_id),
-                # The engine has already counted this forward's tokens.
-                prefix_len=state.position_offset - extend,
-                extend_len=extend,
-                tokens=own_tokens(state),
-                identity=self._identity_of(state),
-            )
-            for state, extend in ((f.state, f.query_length) for f in requests)
-        ]
-        tokens = sum(r.extend_len for r in described)
+    def _batch(self, requests: BatchRequests, batch_data: dict[str, Any]) -> ForwardBatch:
+        tokens = requests.num_tokens
+        prefix, rows = send(self.manager.device, requests.prefix, requests.rows)
         out_slots, tables = {}, {}
         for g, group in enumerate(self.layout.groups):
-            self._fill_table(g, described, batch_data)
-            out_slots[group.name] = self._out_slots(g, requests, batch_data)
+            if batch_data.get("block_table") is None:
+                self._fill_from_index(g, requests, rows, batch_data["read_index"][g])
+            else:
+                self._fill_from_pages(g, requests, rows, batch_data["block_table"][g])
+            out_slots[group.name] = self._out_slots(g, prefix, tokens, batch_data)
             tables[group.name] = self._tables[g]
         input_ids = _input_ids(batch_data)
         if _is_async(self.processor):
@@ -298,55 +298,59 @@ class Session:
             carry_over_ids, previous_ids, _ = io.get_cb_kwargs()
             io.carry_over_tokens(input_ids[None], carry_over_ids, previous_ids)
         return ForwardBatch(
-            requests=described,
+            requests=requests,
             input_ids=input_ids[:tokens],
             positions=batch_data["position_ids"][0, :tokens],
             out_slots=out_slots,
             tables=tables,
         )
 
-    def _fill_table(self, g: int, requests: Sequence[ForwardRequest], batch_data: dict[str, Any]) -> None:
-        """Write the slots that the model is about to read into the group's table.
+    def _table(self, g: int, length: int) -> torch.Tensor:
+        """Return the table of a group, with room for so many positions."""
+        if length > self._tables[g].shape[1]:
+            self._tables[g] = widen(self._tables[g], length)
+        return self._tables[g]
 
-        The engine names slots in one of two ways. Its read index holds, per request, the slots of its cached positions
-        and then one entry per new token; its write index one per new token. In decode steps through a kernel that
-        finds them itself, its block table holds, per request, where its blocks begin, counted in pages.
+    def _fill_from_index(self, g: int, requests: BatchRequests, rows: torch.Tensor, read_index: torch.Tensor) -> None:
+        """Write the slots that the model is about to read into the group's table, by the engine's read index.
+
+        It holds, per request, the slots of its cached positions and then one entry per new token.
         """
-        group, layout, device = self.layout.groups[g], self.layout, self.manager.device
-        pages = batch_data.get("block_table")
-        cached = [min(r.prefix_len, group.window) if group.window else r.prefix_len for r in requests]
-        longest = max((r.prefix_len for r in requests), default=0)
-        if longest > self._tables[g].shape[1]:
-            self._tables[g] = widen(self._tables[g], longest)
-        begin, base = [0], [0]
-        for r, n in zip(requests, cached, strict=True):
-            begin.append(begin[-1] + n)
-            base.append(base[-1] + n + r.extend_len)
-        prefixes = [r.prefix_len for r in requests]
-        numbers = send(device, cached, begin[:-1], base[:-1], prefixes, [r.row for r in requests])
-        count, start, read_start, prefix, rows = numbers
-        of = torch.repeat_interleave(torch.arange(len(requests), device=device), count, output_size=sum(cached))
-        k = torch.arange(len(of), device=device) - start[of]
-        positions = prefix[of] - count[of] + k
-        if pages is None:
-            read_index = batch_data["read_index"][g]
-            if missing := max(0, base[-1] - len(read_index)) if len(of) else 0:
-                # Reported as out of range, instead of being looked up there.
-                read_index = torch.nn.functional.pad(read_index, (0, missing), value=BAD_SLOT)
-            read = read_index[read_start[of] + k]
-        else:
-            read = _look_up(pages[g], of, positions, page=layout.page)
-        self._tables[g][rows[of], positions] = layout.to_slots(g, read).to(torch.int32)
+        device, window = self.manager.device, self.layout.groups[g].window
+        cached = np.minimum(requests.prefix, window) if window else requests.prefix
+        table = self._table(g, int(requests.prefix.max(initial=0)))
+        total, needed = int(cached.sum()), int(cached.sum() + requests.extend.sum())
+        if not total:
+            return
+        if needed > len(read_index):
+            # Reported as out of range, instead of being looked up there.
+            read_index = torch.nn.functional.pad(read_index, (0, needed - len(read_index)), value=BAD_SLOT)
+        begin = _exclusive(cached)
+        count, to_position, to_read = send(
+            device, cached, requests.prefix - cached - begin, _exclusive(cached + requests.extend) - begin
+        )
+        of = torch.repeat_interleave(torch.arange(len(rows), device=device), count, output_size=total)
+        k = torch.arange(total, device=device)
+        slots = self.layout.to_slots(g, read_index[k + to_read[of]])
+        table[rows[of], k + to_position[of]] = slots.to(torch.int32)
 
-    def _identity_of(self, state: Any) -> int:
-        if self._identity is None:
-            return 0
-        if state.request_id not in self._identities:
-            self._identities[state.request_id] = word_of(self._identity(state))
-        return self._identities[state.request_id]
+    def _fill_from_pages(self, g: int, requests: BatchRequests, rows: torch.Tensor, pages: torch.Tensor) -> None:
+        """Write the slots that the model is about to read into the group's table, by the engine's block table.
+
+        Decode steps through a kernel that finds slots itself have it: per request of the batch, where its blocks begin,
+        counted in pages.
+        """
+        page = self.layout.page
+        columns = -(-int(requests.prefix.max(initial=0)) // page)
+        table = self._table(g, columns * page)
+        first = pages[: len(rows), :columns].long() * page
+        slots = self.layout.to_slots(g, (first[:, :, None] + torch.arange(page, device=first.device)).flatten(1))
+        if missing := columns * page - slots.shape[1]:
+            slots = torch.nn.functional.pad(slots, (0, missing), value=BAD_SLOT)
+        table[:, : columns * page].index_copy_(0, rows, slots.to(torch.int32))
 
     def _cached(self) -> Sequence[CachedSlots]:
-        return self.layout.cached(anchored=self._identity is not None)
+        return self.layout.cached(anchored=self._anchored)
 
     def _forget_blocks(self, request_ids: Iterable[str]) -> None:
         """Drop the records of what a warm-up writes into: blocks that were freed, whose bytes change now."""
@@ -364,13 +368,11 @@ class Session:
             self.manager.unverified.written(pool, mine)
 
     def _forget(self, request_id: str) -> None:
-        self._rows.release(request_id)
-        self._identities.pop(request_id, None)
+        self._composer.forget([request_id])
         self._written.pop(request_id, None)
 
     def _forget_all(self) -> None:
-        self._rows.release_all()
-        self._identities.clear()
+        self._composer.forget()
         self._written.clear()
 
     def _copied(self, pool: KvPool, src: torch.Tensor, dst: torch.Tensor, request_id: str) -> None:
@@ -407,26 +409,9 @@ class Session:
             yield
 
 
-def own_tokens(state: Any) -> Callable[[int, int], list[int]]:
-    """Return a function that gives a request's own tokens, prompt first; it follows the state as it grows.
-
-    The tokens of the forward that is about to run are among them, except that with asynchronous batching the host does
-    not know yet what the forward before it has sampled: then the list is one shorter.
-    """
-
-    def tokens(start: int, end: int) -> list[int]:
-        prompt: list[int] = state.initial_tokens
-        if start >= len(prompt):
-            return list(state.generated_tokens[start - len(prompt) : end - len(prompt)])
-        return list(prompt[start:end]) + list(state.generated_tokens[: max(0, end - len(prompt))])
-
-    return tokens
-
-
-def _look_up(pages: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor, *, page: int) -> torch.Tensor:
-    """Return the engine's slot indices of positions, by a block table in pages."""
-    columns = (positions // page).clamp(max=pages.shape[1] - 1)
-    return pages[requests, columns].long() * page + positions % page
+def _exclusive(counts: Int64s) -> Int64s:
+    """Return the sum of the counts before each one."""
+    return np.cumsum(counts) - counts
 
 
 def _is_async(processor: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 import kv_canary
 from kv_canary import identity_word
-from kv_canary.engines.transformers_session import own_tokens
+from kv_canary.engines.transformers_requests import Requests
 
 from .clean import Run, run_clean
 from .scenarios import PAGE, Prompts, make_model, serve, watch_engine
@@ -155,7 +155,7 @@ def test_own_tokens_reach_to_the_end_of_the_forward(monkeypatch: pytest.MonkeyPa
             for future in processor.inputs_and_outputs.requests_in_batch:
                 end = future.state.position_offset
                 mine, given = given[: future.query_length], given[future.query_length :]
-                seen.append(own_tokens(future.state)(end - future.query_length, end) == mine)
+                seen.append(Requests().tokens(future.state, end - future.query_length, end) == mine)
             return run(model, batch_data)
 
         processor.model_runner.compute_batch = compare

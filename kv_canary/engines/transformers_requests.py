@@ -1,0 +1,119 @@
+"""The requests of transformers' batches as compositions: one costs Python when the list changes, not at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter, is_
+from typing import Any
+
+import numpy as np
+
+from kv_canary.engines.transformers_base import WARMUP_PREFIX
+from kv_canary.identity import Identity, word_of
+from kv_canary.runtime.composition import BatchRequests, Composition, Int64s
+from kv_canary.runtime.rows import RowTable
+
+_STATE, _EXTEND = attrgetter("state"), attrgetter("query_length")
+_END = attrgetter("position_offset")
+
+
+class Requests:
+    """What the canary asks of the engine's `RequestState`s."""
+
+    def name(self, member: Any) -> str:
+        """Return the engine's id of a request."""
+        name: str = member.request_id
+        return name
+
+    def tokens(self, member: Any, start: int, end: int) -> Sequence[int]:
+        """Return own tokens [start, end) of a request: its prompt, then what it has generated.
+
+        The tokens of the forward that is about to run are among them, except that with asynchronous batching the host
+        does not know yet what the forward before it has sampled: then the list is one shorter.
+        """
+        prompt: list[int] = member.initial_tokens
+        if start >= len(prompt):
+            return list(member.generated_tokens[start - len(prompt) : end - len(prompt)])
+        return list(prompt[start:end]) + list(member.generated_tokens[: max(0, end - len(prompt))])
+
+    def newest(self, members: Sequence[Any], ends: Int64s) -> Int64s | None:
+        """Return the own token before each end; None where one of them has none, or it is not known yet."""
+        tokens = []
+        for member, last in zip(members, (ends - 1).tolist(), strict=True):
+            prompt = member.initial_tokens
+            text, at = (prompt, last) if last < len(prompt) else (member.generated_tokens, last - len(prompt))
+            if not 0 <= at < len(text):
+                return None
+            tokens.append(text[at])
+        return np.array(tokens, np.int64)
+
+    def discarded(self, member: Any, length: int) -> bool:
+        """Whether the engine has thrown a result away: it tells of none."""
+        return False
+
+
+class Composer:
+    """Makes the composition of each batch, or finds that it is the last one's.
+
+    Args:
+        rows: gives requests their rows and owner numbers.
+        identity: tells what a request's KV depends on besides its tokens; None: nothing.
+    """
+
+    def __init__(self, rows: RowTable, identity: Callable[[Any], Identity] | None) -> None:
+        self._rows, self._identity = rows, identity
+        self._identities: dict[str, int] = {}
+        self._source = Requests()
+        self._last: Composition | None = None
+
+    def requests_of(self, futures: Sequence[Any]) -> BatchRequests | None:
+        """Return the requests of a forward in arrays, or None for a warm-up.
+
+        Args:
+            futures: the engine's `FutureRequestState`s, whose tokens of this forward are counted already.
+        """
+        composition = self._compose(list(map(_STATE, futures)))
+        if composition is None:
+            return None
+        count = len(futures)
+        extend = np.fromiter(map(_EXTEND, futures), np.int64, count)
+        prefix = np.fromiter(map(_END, composition.members), np.int64, count) - extend
+        is_decode = bool((extend == 1).all() and (prefix > 0).all())
+        newest = self._source.newest(composition.members, prefix) if is_decode else None
+        return BatchRequests(composition, prefix=prefix, extend=extend, newest=newest)
+
+    def forget(self, request_ids: Iterable[str] | None = None) -> None:
+        """Take in that the engine has let go of requests; None: of all of them."""
+        self._last = None
+        if request_ids is None:
+            self._rows.release_all()
+            self._identities.clear()
+            return
+        for request_id in request_ids:
+            self._rows.release(request_id)
+            self._identities.pop(request_id, None)
+
+    def _compose(self, states: list[Any]) -> Composition | None:
+        last = self._last
+        if last is not None and len(states) == len(last) and all(map(is_, states, last.members)):
+            return last
+        names = [state.request_id for state in states]
+        if any(name.startswith(WARMUP_PREFIX) for name in names):
+            return None
+        # Rows may be taken from those of the last one.
+        self._last, keep = None, set(names)
+        self._last = Composition(
+            states,
+            rows=np.array([self._rows.row(name, keep=keep) for name in names], np.int64),
+            owners=np.array([self._rows.owner(name) for name in names], np.int64),
+            identities=np.array([self._identity_of(state) for state in states], np.uint64),
+            source=self._source,
+        )
+        return self._last
+
+    def _identity_of(self, state: Any) -> int:
+        if self._identity is None:
+            return 0
+        if state.request_id not in self._identities:
+            self._identities[state.request_id] = word_of(self._identity(state))
+        return self._identities[state.request_id]
