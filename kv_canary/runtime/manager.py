@@ -253,7 +253,8 @@ class CanaryManager:
 
         Args:
             tables: the engine's, by group name, of the width that they will have.
-            is_given: whether batches will say which rows and lengths the attention backend is given.
+            is_given: whether batches will say which rows and lengths the attention backend is given; of inner forwards
+                they never do.
             has_table_rows: whether their requests will have a `table_row`.
         """
         if self.is_off or not self.context.new_replays().rounds_up:
@@ -263,7 +264,8 @@ class CanaryManager:
             began, sizes = time.monotonic(), 0
             for forward in self._forwards.values():
                 its = {g.name: tables[g.name] for g in forward.groups}
-                sizes += forward.warm_up(tables=its, is_given=is_given, has_table_rows=has_table_rows)
+                its_given = is_given and not forward.inner
+                sizes += forward.warm_up(tables=its, is_given=its_given, has_table_rows=has_table_rows)
             self.state.warm_up(backend=self.backend)
             self._retirement.warm_up()
             nowhere = torch.zeros(_MOST_AT_ONCE + 1, dtype=torch.int64, device=self.device)

@@ -170,3 +170,46 @@ def test_a_changed_byte_of_either_model_s_kv_is_found_there(models: tuple[str, s
     # The record that was read is that pool's.
     chains = {g.name: {int(c) for c in g.pool.records[:, 1]} for g in session.current().manager.groups}
     assert {name for r in reports for name in chains if to_signed(r.record.chain) in chains[name]} == {pool}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("what", ["rows", "length"])
+def test_what_the_target_verifies_drafts_with_is_held_against_the_requests(
+    models: tuple[str, str], monkeypatch: pytest.MonkeyPatch, what: str, overlap: bool
+) -> None:
+    scheduler = eagle_harness.build(models, mode="log", disable_overlap_schedule=not overlap)
+    before, steps = session.Session._before, list[int]()
+
+    def spoil(self: session.Session, runner: Any, forward_batch: Any) -> Any:
+        if forward_batch.forward_mode.is_target_verify() and forward_batch.batch_size == 2 and not steps:
+            steps.append(self.manager.step)
+            if what == "rows":
+                forward_batch.req_pool_indices = forward_batch.req_pool_indices.flip(0)
+            else:
+                forward_batch.seq_lens = forward_batch.seq_lens - torch.tensor([0, 1])
+        return before(self, runner, forward_batch)
+
+    monkeypatch.setattr(session.Session, "_before", spoil)
+    reqs = run(scheduler, some_tokens(30, seed=1), some_tokens(70, seed=2))
+    told = [r for r in found() if "BATCH" in r.reasons]
+    assert steps
+    assert {r.request_id for r in told} == {req.rid for req in (reqs if what == "rows" else reqs[1:])}
+    assert {(r.step, r.group) for r in told} == {(steps[0], "full")}
+
+
+def test_every_forward_but_drafts_is_held_against_the_requests(
+    models: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = eagle_harness.build(models, mode="log")
+    real, kinds = session.Session._batch, set()
+
+    def batch(self: session.Session, runner: Any, forward_batch: Any, arrays: Any) -> Any:
+        made = real(self, runner, forward_batch, arrays)
+        kinds.add((forward_batch.forward_mode.name, made.lengths is not None))
+        return made
+
+    monkeypatch.setattr(session.Session, "_batch", batch)
+    run(scheduler, some_tokens(30, seed=1), some_tokens(70, seed=2))
+    assert found() == []
+    assert {kind for kind, is_given in kinds if not is_given} <= {"DECODE"}
+    assert {kind for kind, is_given in kinds if is_given} >= {"EXTEND", "TARGET_VERIFY", "DRAFT_EXTEND_V2"}

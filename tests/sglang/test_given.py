@@ -131,14 +131,28 @@ def test_a_graphs_tensors_are_read_where_they_are() -> None:
     runner.decode_cuda_graph_runner = SimpleNamespace(buffers=SimpleNamespace(**tensors))
     group = SimpleNamespace(name="full", lut=None)
     known = graphs.Graphs()
-    found = known.inputs_of(runner, SimpleNamespace(can_run_graph=True), [group])
+    found = known.inputs_of(runner, SimpleNamespace(can_run_graph=True), [group], count=3)
     assert found is not None
     assert found.is_in_place
-    assert known.inputs_of(runner, SimpleNamespace(can_run_graph=True), [group]) is found
+    assert known.inputs_of(runner, SimpleNamespace(can_run_graph=True), [group], count=3) is found
     assert found.out_slots["full"] is tensors["out_cache_loc"]
     assert (found.rows, found.lengths) == (tensors["req_pool_indices"], tensors["seq_lens"])
-    assert known.inputs_of(runner, SimpleNamespace(can_run_graph=False), [group]) is None
-    assert (
-        graphs.Graphs().inputs_of(runner, SimpleNamespace(can_run_graph=True), [SimpleNamespace(lut=tensors)]) is None
-    )
-    assert known.inputs_of(other, SimpleNamespace(can_run_graph=True), [group]) is None
+    assert known.inputs_of(runner, SimpleNamespace(can_run_graph=False), [group], count=3) is None
+    assert known.inputs_of(other, SimpleNamespace(can_run_graph=True), [group], count=3) is None
+
+
+def test_what_a_graph_looks_up_is_looked_up_again() -> None:
+    names = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens")
+    tensors = {name: torch.arange(i, i + 8) for i, name in enumerate(names)}
+    runner = Runner()
+    runner.decode_cuda_graph_runner = SimpleNamespace(buffers=SimpleNamespace(**tensors))
+    groups = [SimpleNamespace(name="full", lut=None), SimpleNamespace(name="swa", lut=torch.arange(20).roll(1))]
+    found = graphs.Graphs().inputs_of(runner, SimpleNamespace(can_run_graph=True), groups, count=3)
+    assert found is not None
+    assert not found.is_in_place
+    assert found.out_slots["full"].tolist() == [2, 3, 4]
+    assert found.out_slots["swa"].tolist() == [1, 2, 3]
+    assert found.rows is not None
+    assert found.lengths is not None
+    assert (found.rows.tolist(), found.lengths.tolist()) == ([3, 4, 5], [4, 5, 6])
+    assert (found.input_ids.tolist(), found.positions.tolist()) == ([0, 1, 2], [1, 2, 3])

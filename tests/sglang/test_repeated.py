@@ -34,7 +34,7 @@ class Graphs(graphs.Graphs):
         self._batch = forward_batch
         return bool(forward_batch.forward_mode.is_decode())
 
-    def inputs_of(self, runner: Any, result: Any, groups: Any) -> ModelInputs | None:
+    def inputs_of(self, runner: Any, result: Any, groups: Any, *, count: int) -> ModelInputs | None:
         batch = self._batch
         if not batch.forward_mode.is_decode():
             return None

@@ -20,15 +20,23 @@ class Graphs:
         """Return whether a forward may be the replay of a graph; its result says whether it was."""
         return bool(forward_batch.forward_mode.is_decode()) and _buffers(runner) is not None
 
-    def inputs_of(self, runner: Any, result: Any, groups: Sequence[BufferGroup]) -> ModelInputs | None:
-        """Return what the graph of a decode has read; None where none was replayed, or slots are looked up in a LUT."""
+    def inputs_of(self, runner: Any, result: Any, groups: Sequence[BufferGroup], *, count: int) -> ModelInputs | None:
+        """Return what the graph of a decode of `count` requests has read; None where none was replayed."""
         buffers = _buffers(runner)
         if buffers is None or not getattr(result, "can_run_graph", False):
             return None
         known = self._inputs.get(runner)
         if known is None or known[0] is not buffers:
             if any(g.lut is not None for g in groups):
-                return None
+                # Slots that are looked up lie nowhere.
+                slots = buffers.out_cache_loc[:count]
+                return ModelInputs(
+                    input_ids=buffers.input_ids[:count],
+                    positions=buffers.positions[:count],
+                    out_slots={g.name: slots if g.lut is None else g.lut[slots] for g in groups},
+                    rows=buffers.req_pool_indices[:count],
+                    lengths=buffers.seq_lens[:count],
+                )
             inputs = ModelInputs(
                 input_ids=buffers.input_ids,
                 positions=buffers.positions,

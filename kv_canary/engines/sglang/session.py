@@ -252,7 +252,7 @@ class Session:
             tables |= {g.name: runner.req_to_token_pool.req_to_token for g in groups}
             for drafts in (False, True) if groups[0].token_offset else (False,):
                 self._forward_of(runner, drafts=drafts)
-        self.manager.warm_up(tables, is_given=self._speculation is None)
+        self.manager.warm_up(tables, is_given=True)
 
     def note(self, forward_batch: Any, schedule_batch: Any) -> None:
         """Keep with a forward batch who the forward is of."""
@@ -426,7 +426,7 @@ class Session:
     def _given(self, watched: SingleForwardManager, runner: Any, forward_batch: Any, result: Any) -> ModelInputs | None:
         """Return what the model has read, in place where a graph of the decode's has; None: as it was described."""
         with self._reads:
-            given = self._graphs.inputs_of(runner, result, watched.groups)
+            given = self._graphs.inputs_of(runner, result, watched.groups, count=forward_batch.batch_size)
             if given is None and watched.repeats:
                 given = self._inputs(runner, forward_batch)
             return given
@@ -509,13 +509,27 @@ class Session:
             self._leave_out(runner, slots, described)
             (kept,) = send(self.manager.device, described.kept)
             slots, input_ids, positions = slots[kept], input_ids[kept], positions[kept]
+        rows, lengths = self._given_lengths(forward_batch, described)
         return ForwardBatch(
             requests=described.requests,
             input_ids=input_ids,
             positions=positions,
             out_slots=self._out_slots(runner, slots),
             tables={g.name: runner.req_to_token_pool.req_to_token for g in self._groups[runner]},
+            rows=rows,
+            lengths=lengths,
         )
+
+    def _given_lengths(
+        self, forward_batch: Any, described: batches.Described
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the rows and lengths that the attention backend is given; None and None where they are not told."""
+        count = len(described.requests)
+        lengths = forward_batch.seq_lens if self._speculation is None else speculative.given_lengths(forward_batch)
+        rows = forward_batch.req_pool_indices
+        if described.kept is not None or lengths is None or not len(rows) == len(lengths) == count:
+            return None, None
+        return rows, lengths
 
     def _leave_out(self, runner: Any, slots: torch.Tensor, described: batches.Described) -> None:
         """Take in that some requests of a forward go by unwatched; the others lose nothing by it."""

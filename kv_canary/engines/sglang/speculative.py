@@ -116,6 +116,21 @@ def describe_forward(
     return batches.lengths(forward_batch)
 
 
+def given_lengths(forward_batch: Any) -> torch.Tensor | None:
+    """Return the lengths, new tokens included, that a forward's attention backend is given on the device.
+
+    None of a draft: its graph counts on from the lengths at the beginning of the chain.
+    """
+    mode, lengths = forward_batch.forward_mode, forward_batch.seq_lens
+    if is_draft(forward_batch):
+        return None
+    if mode.is_target_verify():
+        # Its backends add the drafts themselves.
+        lengths = lengths + forward_batch.spec_info.draft_token_num
+    given: torch.Tensor = lengths
+    return given
+
+
 class Speculation:
     """The state of a speculative worker: how far its chain of drafts is, and what it has accepted that nobody has read.
 
