@@ -281,16 +281,22 @@ class Session:
         return self.layout.to_slots(g, first + prefix % page)
 
     def _batch(self, requests: BatchRequests, batch_data: dict[str, Any]) -> ForwardBatch:
-        tokens = requests.num_tokens
-        prefix, rows = send(self.manager.device, requests.prefix, requests.rows)
-        out_slots, tables = {}, {}
-        for g, group in enumerate(self.layout.groups):
-            if batch_data.get("block_table") is None:
-                self._fill_from_index(g, requests, rows, batch_data["read_index"][g])
-            else:
-                self._fill_from_pages(g, requests, rows, batch_data["block_table"][g])
+        tokens, groups = requests.num_tokens, self.layout.groups
+        cached = [np.minimum(requests.prefix, g.window) if g.window else requests.prefix for g in groups]
+        prefix, rows, *begins = send(
+            self.manager.device, requests.prefix, requests.rows, *(_begins(requests, count) for count in cached)
+        )
+        longest, out_slots, tables = int(requests.prefix.max(initial=0)), {}, {}
+        for g, group in enumerate(groups):
+            if longest:
+                if batch_data.get("block_table") is None:
+                    needed = int(cached[g].sum()) + tokens
+                    slots = self._slots_by_index(g, batch_data["read_index"][g], begins[g], longest, needed=needed)
+                else:
+                    slots = self._slots_by_pages(g, batch_data["block_table"][g][: len(rows)], longest)
+                self._table(g, longest)[:, :longest].index_copy_(0, rows, slots)
             out_slots[group.name] = self._out_slots(g, prefix, tokens, batch_data)
-            tables[group.name] = self._tables[g]
+            tables[group.name] = self._table(g, longest)
         input_ids = _input_ids(batch_data)
         if _is_async(self.processor):
             io = self.processor.inputs_and_outputs
@@ -311,43 +317,38 @@ class Session:
             self._tables[g] = widen(self._tables[g], length)
         return self._tables[g]
 
-    def _fill_from_index(self, g: int, requests: BatchRequests, rows: torch.Tensor, read_index: torch.Tensor) -> None:
-        """Write the slots that the model is about to read into the group's table, by the engine's read index.
+    def _slots_by_index(
+        self, g: int, read_index: torch.Tensor, begins: torch.Tensor, longest: int, *, needed: int
+    ) -> torch.Tensor:
+        """Return the slots that the model is about to read, int32 [requests, longest], by the engine's read index.
 
-        It holds, per request, the slots of its cached positions and then one entry per new token.
+        What a request does not read, or past its prefix, is anything.
+
+        Args:
+            g: number of the group.
+            read_index: holds, per request, the slots of its cached positions and then one entry per new token.
+            begins: int64 [requests] where the slot of position 0 is, or would be.
+            longest: of the prefixes.
+            needed: entries that the engine has for all requests.
         """
-        device, window = self.manager.device, self.layout.groups[g].window
-        cached = np.minimum(requests.prefix, window) if window else requests.prefix
-        table = self._table(g, int(requests.prefix.max(initial=0)))
-        total, needed = int(cached.sum()), int(cached.sum() + requests.extend.sum())
-        if not total:
-            return
-        if needed > len(read_index):
-            # Reported as out of range, instead of being looked up there.
-            read_index = torch.nn.functional.pad(read_index, (0, needed - len(read_index)), value=BAD_SLOT)
-        begin = _exclusive(cached)
-        count, to_position, to_read = send(
-            device, cached, requests.prefix - cached - begin, _exclusive(cached + requests.extend) - begin
-        )
-        of = torch.repeat_interleave(torch.arange(len(rows), device=device), count, output_size=total)
-        k = torch.arange(total, device=device)
-        slots = self.layout.to_slots(g, read_index[k + to_read[of]])
-        table[rows[of], k + to_position[of]] = slots.to(torch.int32)
+        slots = self.layout.to_slots(g, read_index[:needed]).to(torch.int32)
+        # What the index lacks is reported as out of range, instead of being looked up there.
+        short = needed - len(slots)
+        padded = torch.nn.functional.pad(slots, (longest, longest + short), value=BAD_SLOT)
+        # Row i of it is what begins at entry i.
+        return padded.as_strided((needed + longest, longest), (1, 1)).index_select(0, begins + longest)
 
-    def _fill_from_pages(self, g: int, requests: BatchRequests, rows: torch.Tensor, pages: torch.Tensor) -> None:
-        """Write the slots that the model is about to read into the group's table, by the engine's block table.
+    def _slots_by_pages(self, g: int, pages: torch.Tensor, longest: int) -> torch.Tensor:
+        """Return the slots that the model is about to read, int32 [requests, longest], by the engine's block table.
 
         Decode steps through a kernel that finds slots itself have it: per request of the batch, where its blocks begin,
         counted in pages.
         """
         page = self.layout.page
-        columns = -(-int(requests.prefix.max(initial=0)) // page)
-        table = self._table(g, columns * page)
-        first = pages[: len(rows), :columns].long() * page
+        first = pages[:, : -(-longest // page)].long() * page
         slots = self.layout.to_slots(g, (first[:, :, None] + torch.arange(page, device=first.device)).flatten(1))
-        if missing := columns * page - slots.shape[1]:
-            slots = torch.nn.functional.pad(slots, (0, missing), value=BAD_SLOT)
-        table[:, : columns * page].index_copy_(0, rows, slots.to(torch.int32))
+        slots = slots.to(torch.int32)[:, :longest]
+        return torch.nn.functional.pad(slots, (0, longest - slots.shape[1]), value=BAD_SLOT)
 
     def _cached(self) -> Sequence[CachedSlots]:
         return self.layout.cached(anchored=self._anchored)
@@ -385,6 +386,8 @@ class Session:
         self._freed.setdefault((pool, owner), []).append(slots)
 
     def _retire_freed(self) -> None:
+        if not self._freed:
+            return
         freed, self._freed = self._freed, {}
         with self._contained("following what was freed") as failing, self._on_stream():
             for (pool, owner), parts in freed.items():
@@ -409,9 +412,16 @@ class Session:
             yield
 
 
-def _exclusive(counts: Int64s) -> Int64s:
-    """Return the sum of the counts before each one."""
-    return np.cumsum(counts) - counts
+def _begins(requests: BatchRequests, cached: Int64s) -> Int64s:
+    """Return where the entries of each request begin in the engine's read index, as if it began with position 0.
+
+    Args:
+        requests: of the forward.
+        cached: int64 [requests] cached positions that are in the index, the last ones.
+    """
+    entries = cached + requests.extend
+    begins: Int64s = np.cumsum(entries) - entries - (requests.prefix - cached)
+    return begins
 
 
 def _is_async(processor: Any) -> bool:
