@@ -112,10 +112,14 @@ def _draw_batch(draw: Any, world: World, kind: str, rng: np.random.Generator, *,
     if kind == "many" and world.num_slots > 1:
         records[1:, :3] += (records[1:] == 0).all(dim=1, keepdim=True) * world.seed
         seeds = [int(s) for s in rng.integers(0, world.num_slots, len(rows))]
-    # Tokens of nobody may follow.
-    num_tokens = sum(extend) + draw(st.sampled_from([0, 0, 3]))
+    if kind == "many" and not often(draw, 2):
+        # One of them has several tiles.
+        extend[draw(st.integers(0, len(extend) - 1))] = 300
+    # Tokens of nobody may come first, and follow.
+    before, behind = draw(st.sampled_from([(0, 0), (0, 0), (0, 0), (0, 3), (5, 0)]))
+    num_tokens = before + sum(extend) + behind
     tokens = [int(t) for t in rng.integers(0, 1 << 17, num_tokens)]
-    positions = [p + k for p, e in zip(prefix, extend, strict=True) for k in range(e)]
+    positions = [0] * before + [p + k for p, e in zip(prefix, extend, strict=True) for k in range(e)]
     # Distinct slots, free or cached ones; what the pool cannot hold goes to the padding slot.
     free = [int(s) for s in rng.permutation(world.num_slots - 1) + 1] if world.num_slots > 1 else []
     if last_slots and draw(st.booleans()):
@@ -129,7 +133,7 @@ def _draw_batch(draw: Any, world: World, kind: str, rng: np.random.Generator, *,
         prefix=prefix,
         tails=tails,
         seeds=seeds,
-        offsets=[int(o) for o in np.cumsum([0, *extend])],
+        offsets=[int(o) for o in np.cumsum([before, *extend])],
         tokens=tokens,
         positions=positions + [0] * (num_tokens - len(positions)),
         slots=slots,
@@ -261,9 +265,16 @@ def _share_slots(draw: Any, batch: _Batch) -> None:
 def _begin_alike(draw: Any, batch: _Batch) -> None:
     """Let two requests go on from one prefix, over the same tokens to the same slots, as far as the shorter one goes.
 
-    Or nearly so: the prefix may be another one, or a token.
+    Or nearly so: the prefix may be another one, or a token; or the later one is padding.
     """
-    one, other = draw(st.permutations(range(len(batch.owners))))[:2]
+    # Requests with tokens, of rows that are some, if there are two.
+    requests = [
+        r
+        for r, row in enumerate(batch.rows)
+        if 0 < row < len(batch.tails) and batch.offsets[r] < batch.offsets[r + 1]
+    ]
+    requests = requests if len(requests) > 1 else list(range(len(batch.rows)))
+    one, other = sorted(draw(st.permutations(requests))[:2])
     first, second = batch.offsets[one], batch.offsets[other]
     length = min(batch.offsets[one + 1] - first, batch.offsets[other + 1] - second)
     if not (0 <= first < second and first + length <= second and second + length <= len(batch.tokens)):
@@ -273,6 +284,8 @@ def _begin_alike(draw: Any, batch: _Batch) -> None:
     rows = batch.rows[one], batch.rows[other]
     if all(0 < row < len(batch.tails) for row in rows) and not often(draw, 4):
         batch.tails[rows[1]] = batch.tails[rows[0]]
+    if often(draw, 3):
+        batch.rows[other] = 0
     if length > 0 and often(draw, 3):
         batch.tokens[second + draw(st.integers(0, length - 1))] ^= 1
 

@@ -76,7 +76,7 @@ def changed(op: str, path: str, *, every: int = 1) -> Any:
 )
 def test_a_broken_implementation_is_caught(op: str, path: str, every: int) -> None:
     with pytest.raises(Disagreement) as found:
-        run_machine(("reference",), lives=20, broken=changed(op, path, every=every))
+        run_machine(("reference",), lives=60, broken=changed(op, path, every=every))
     error = found.value
     assert (error.outcome, error.op, error.path, error.backend) == (Outcome.BYTES_DIFFER, op, path, "broken")
     assert error.implementations == ("reference", "broken")
