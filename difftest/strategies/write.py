@@ -269,9 +269,7 @@ def _begin_alike(draw: Any, batch: _Batch) -> None:
     """
     # Requests with tokens, of rows that are some, if there are two.
     requests = [
-        r
-        for r, row in enumerate(batch.rows)
-        if 0 < row < len(batch.tails) and batch.offsets[r] < batch.offsets[r + 1]
+        r for r, row in enumerate(batch.rows) if 0 < row < len(batch.tails) and batch.offsets[r] < batch.offsets[r + 1]
     ]
     requests = requests if len(requests) > 1 else list(range(len(batch.rows)))
     one, other = sorted(draw(st.permutations(requests))[:2])
