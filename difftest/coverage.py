@@ -44,7 +44,8 @@ def _features() -> dict[str, Feature]:
     expecting = f"{planning} verify_resolved"
     batch, launch = f"{planning} write", f"{checking} write"
     rows = f"{expecting} write chain_tails scatter_token_ids"
-    slots = "move retire"
+    slots, sealing = "move retire", "seal verify_seals"
+    holding, logging = f"{launch} {sealing}", f"{launch} verify_seals"
     table = [
         ("batch:empty", batch, "no live request"),
         ("batch:fresh", batch, "live requests have nothing cached"),
@@ -54,7 +55,7 @@ def _features() -> dict[str, Feature]:
         ("requests:one", rows, "one request, padding counted"),
         ("requests:several", rows, "more"),
         ("padding:rows", rows, "rows of padding"),
-        ("hostile:value", f"{rows} {slots} {checking}", "a value that no healthy table holds"),
+        ("hostile:value", f"{rows} {slots} {checking} {sealing}", "a value that no healthy table holds"),
         ("attention:full", planning, "neither window nor LUT"),
         ("attention:window", planning, "a window, planned for what the step reads"),
         ("attention:ring", "plan", "a window, planned for what is resident after the step"),
@@ -76,48 +77,55 @@ def _features() -> dict[str, Feature]:
         ("slot:unmapped", checking, "a live position has the padding slot"),
         ("slot:trash", "write", "a live token goes to the padding slot"),
         ("slot:twice", "write", "two tokens have one slot"),
-        ("page:one", launch, "a source of one token a row"),
-        ("page:many", launch, "of a power of two"),
-        ("page:odd", launch, "of another number"),
-        ("layers:one", launch, "a source of one layer"),
-        ("layers:many", launch, "of several"),
+        ("page:one", holding, "a source of one token a row"),
+        ("page:many", holding, "of a power of two"),
+        ("page:odd", holding, "of another number"),
+        ("layers:one", holding, "a source of one layer"),
+        ("layers:many", holding, "of several"),
         ("windows:one", launch, "a token's bytes are covered at once"),
         ("windows:many", launch, "in turns"),
         ("windows:ragged", launch, "and the last turn is shorter"),
-        ("alignment:word", launch, "words are aligned to 8 bytes"),
-        ("alignment:less", launch, "they are not"),
-        ("layout:bias", launch, "slot 1 is the source's first token"),
-        ("layout:offset", launch, "bytes before a row's first token"),
-        ("layout:between", launch, "bytes between tokens of a row"),
-        ("layout:gaps", launch, "bytes between rows of a source"),
-        ("layout:short", launch, "slots that the source does not have"),
+        ("alignment:word", holding, "words are aligned to 8 bytes"),
+        ("alignment:less", holding, "they are not"),
+        ("layout:bias", holding, "slot 1 is the source's first token"),
+        ("layout:offset", holding, "bytes before a row's first token"),
+        ("layout:between", holding, "bytes between tokens of a row"),
+        ("layout:gaps", holding, "bytes between rows of a source"),
+        ("layout:short", holding, "slots that the source does not have"),
         ("source:none", launch, "no bytes"),
-        ("source:k", launch, "bytes of K only"),
-        ("source:v", launch, "bytes of V only"),
-        ("source:both", launch, "of both"),
-        ("ring:none", launch, "violations are counted only"),
-        ("ring:full", launch, "the log has no room left"),
-        ("ring:room", launch, "it has"),
+        ("source:k", holding, "bytes of K only"),
+        ("source:v", holding, "bytes of V only"),
+        ("source:both", holding, "of both"),
+        ("ring:none", logging, "violations are counted only"),
+        ("ring:full", logging, "the log has no room left"),
+        ("ring:room", logging, "it has"),
         ("lifetime:tracked", launch, "use after free is looked for"),
         ("anchors:given", f"{checking} chain_tails", "requests have identities"),
-        ("record:zero", f"{launch} {slots}", "a slot that was never written"),
-        ("record:retired", f"{launch} {slots}", "a slot that was freed"),
+        ("record:zero", f"{launch} {slots} {sealing}", "a slot that was never written"),
+        ("record:retired", f"{launch} {slots} {sealing}", "a slot that was freed"),
         ("record:rewritten", "write", "a slot that holds a live record is written"),
         ("move:overlapping", "move", "a slot is moved from and to"),
         ("retire:twice", "retire", "a slot is named twice"),
         ("buffers:two", slots, "two buffers of records"),
-        ("step:wrapped", f"{planning} {launch} {slots}", "more than 39 bits"),
+        ("step:wrapped", f"{planning} {logging} {slots}", "more than 39 bits"),
         ("owner:wrapped", f"{batch} {slots}", "more than 24 bits"),
         (
             "rows:apart",
-            f"{planning} {launch} {slots} chain_tails scatter_token_ids",
+            f"{planning} {holding} {slots} chain_tails scatter_token_ids",
             "a table's rows are longer than what is used",
         ),
         (
             "rows:giant",
-            f"{planning} {launch} {slots} chain_tails scatter_token_ids",
+            f"{planning} {holding} {slots} chain_tails scatter_token_ids",
             "a tensor spans more than 2**31 elements",
         ),
+        ("slots:list", sealing, "slots are named"),
+        ("slots:range", sealing, "they are those of the pool, in order"),
+        ("span:piece", sealing, "some of them are taken"),
+        ("scales:given", sealing, "scales lie in buffers of their own"),
+        ("bands:one", sealing, "a seal is one word"),
+        ("bands:several", sealing, "it is several"),
+        ("band:wide", sealing, "each may be of several layers"),
         ("tile:write", "write", "a segment is longer than a tile"),
         ("tile:chain", "chain_tails", "a segment is longer than a tile"),
         ("tile:scatter", "scatter_token_ids", "a segment is longer than a tile"),
@@ -128,7 +136,9 @@ def _features() -> dict[str, Feature]:
         ("tile:edge", f"{checking} {rows} {slots}", "a length within one of a multiple of the tile"),
     ]
     within_op = {"rows:giant", "layout:short", "slot:twice", "move:overlapping", "retire:twice"}
-    exclusive = {"batch"}
+    # Engines do not seal.
+    within_op |= {name for name, ops, _ in table if ops == sealing}
+    exclusive = {"batch", "slots", "bands"}
     return {
         name: Feature(
             name=name,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kv_canary.constants import OWNER_BITS, STEP_BITS
+from kv_canary.specs.sealing import seal_words
 from kv_canary.specs.structures import Endpoint, KvSource
 
 # A tensor that spans more elements than this has addresses that 32 bits cannot hold.
@@ -217,6 +218,34 @@ def _slots(a: Mapping[str, Any], *slots: torch.Tensor) -> Features:
         yield "buffers:two"
 
 
+def _seal(a: Mapping[str, Any]) -> Features:
+    endpoint: Endpoint = a["endpoint"]
+    num_slots, (first, count) = len(endpoint.records), a["span"].tolist()
+    slots = torch.arange(num_slots) if a["slots"] is None else a["slots"]
+    yield "slots:range" if a["slots"] is None else "slots:list"
+    if not 0 <= first <= len(slots) or not 0 <= count <= len(slots) - first:
+        yield "hostile:value"
+    if bool(((slots < 0) | (slots >= num_slots)).any()):
+        yield "hostile:value"
+    taken = slots[first : first + max(count, 0)] if 0 <= first <= len(slots) else slots[:0]
+    if 0 < len(taken) < len(slots):
+        yield "span:piece"
+    if endpoint.k_scales is not None or endpoint.v_scales is not None:
+        yield "scales:given"
+    yield "bands:one" if seal_words(endpoint, a["layers_per_band"]) == 2 else "bands:several"
+    if a["layers_per_band"] > 1:
+        yield "band:wide"
+    yield from _sources(endpoint)
+    yield from _records(endpoint.records[taken[(taken > 0) & (taken < num_slots)]])
+    yield from _tables(endpoint.records, a["seals"])
+
+
+def _verify_seals(a: Mapping[str, Any]) -> Features:
+    yield from _seal(a)
+    yield from _log(a)
+    yield from _step(a["step"])
+
+
 def _scatter_token_ids(a: Mapping[str, Any]) -> Features:
     yield from _requests(a["rows"])
     yield from _segments(
@@ -286,29 +315,44 @@ def _requests(rows: torch.Tensor) -> Features:
 def _launch(a: Mapping[str, Any]) -> Features:
     """The features that write and the ops that verify have in common."""
     endpoint: Endpoint = a["endpoint"]
-    sources = {"k": endpoint.k_source, "v": endpoint.v_source}
-    given = [name for name, source in sources.items() if source is not None]
-    yield "source:" + ("both" if len(given) == 2 else given[0] if given else "none")
-    for source in sources.values():
+    yield from _sources(endpoint)
+    for source in (endpoint.k_source, endpoint.v_source):
         if source is not None:
-            yield from _source(source, len(endpoint.records))
-    log = a["violations"]
-    capacity = len(log.ring)
-    yield "ring:none" if not capacity else "ring:full" if int(log.count) >= capacity else "ring:room"
+            yield from _windows(source)
+    yield from _log(a)
     if a["track_lifetime"]:
         yield "lifetime:tracked"
     yield from _step(a["step"])
     yield from _tables(endpoint.records)
 
 
-def _source(source: KvSource, num_slots: int) -> Features:
-    page = source.page_size
-    yield "page:one" if page == 1 else "page:many" if page & (page - 1) == 0 else "page:odd"
-    yield "layers:one" if len(source.layers) == 1 else "layers:many"
+def _log(a: Mapping[str, Any]) -> Features:
+    log = a["violations"]
+    capacity = len(log.ring)
+    yield "ring:none" if not capacity else "ring:full" if int(log.count) >= capacity else "ring:room"
+
+
+def _sources(endpoint: Endpoint) -> Features:
+    sources = {"k": endpoint.k_source, "v": endpoint.v_source}
+    given = [name for name, source in sources.items() if source is not None]
+    yield "source:" + ("both" if len(given) == 2 else given[0] if given else "none")
+    for source in sources.values():
+        if source is not None:
+            yield from _source(source, len(endpoint.records))
+
+
+def _windows(source: KvSource) -> Features:
+    """The features of a source that tokens are covered of in turns."""
     windows = source.num_windows
     yield "windows:one" if windows == 1 else "windows:many"
     if windows > 1 and source.bytes_per_token % source.read_bytes:
         yield "windows:ragged"
+
+
+def _source(source: KvSource, num_slots: int) -> Features:
+    page = source.page_size
+    yield "page:one" if page == 1 else "page:many" if page & (page - 1) == 0 else "page:odd"
+    yield "layers:one" if len(source.layers) == 1 else "layers:many"
     yield "alignment:word" if source.alignment >= 8 else "alignment:less"
     if source.slot_bias:
         yield "layout:bias"
@@ -382,4 +426,6 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[str]]] = {
     "retire": _retire,
     "scatter_token_ids": _scatter_token_ids,
     "chain_tails": _chain_tails,
+    "seal": _seal,
+    "verify_seals": _verify_seals,
 }

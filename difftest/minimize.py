@@ -9,6 +9,7 @@ brought towards zero where they stay distinct.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -178,10 +179,7 @@ class _Search:
             self._attempt_without(path)
 
     def _attempt_without(self, *paths: str) -> bool:
-        call = self.best
-        for path in paths:
-            call = replaced(call, path, None)
-        return self._attempt(lambda: call)
+        return self._attempt(lambda: functools.reduce(lambda call, path: replaced(call, path, None), paths, self.best))
 
     def _cut_tuple(self, name: str, parts: int) -> None:
         base, tensors = self.best, self.best[name]

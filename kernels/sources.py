@@ -45,14 +45,17 @@ class Source(NamedTuple):
     ONE_STEP: Any
 
 
-def source_of(source: KvSource | None, *, max_words: int = MAX_BLOCK_WORDS) -> Source | None:
-    """Return what a kernel is told of `source`, of which it takes at most `max_words` a step, a power of two."""
+def source_of(source: KvSource | None, *, max_words: int = MAX_BLOCK_WORDS, whole: bool = False) -> Source | None:
+    """Return what a kernel is told of `source`, of which it takes at most `max_words` a step, a power of two.
+
+    whole: it reads whole tokens, not windows of them.
+    """
     if source is None:
         return None
-    covered = covered_bytes(source)
-    block_words = min(max_words, triton.next_power_of_2(-(-covered // 8)))
+    bytes_read = source.bytes_per_token if whole else covered_bytes(source)
+    block_words = min(max_words, triton.next_power_of_2(-(-bytes_read // 8)))
     divisors = len(source.layers), source.num_windows, source.page_size
-    whole_steps = covered % (8 * block_words) == 0 and source.bytes_per_token % covered == 0
+    whole_steps = bytes_read % (8 * block_words) == 0 and source.bytes_per_token % bytes_read == 0
     return Source(
         table=source.table,
         num_layers=len(source.layers),
@@ -71,7 +74,7 @@ def source_of(source: KvSource | None, *, max_words: int = MAX_BLOCK_WORDS) -> S
         ALIGNMENT=tl.constexpr(source.alignment),
         BLOCK_WORDS=tl.constexpr(block_words),
         WHOLE_STEPS=tl.constexpr(whole_steps),
-        ONE_STEP=tl.constexpr(whole_steps and covered == 8 * block_words),
+        ONE_STEP=tl.constexpr(whole_steps and bytes_read == 8 * block_words),
     )
 
 
@@ -117,7 +120,7 @@ def begin_fingerprint(source, slot, position, valid):
         address += row.to(tl.int64) * source.row_stride + source.offset_bytes
         address += in_row.to(tl.int64) * source.token_stride + window_start
         if source.ONE_STEP:
-            words = _load_words(source, address, window_bytes, 0, valid)
+            words = load_words(source, address, window_bytes, 0, valid)
     return words, address, window_bytes
 
 
@@ -132,27 +135,27 @@ def end_fingerprint(source, begun, valid):
         else:
             num_words = (tl.minimum(source.read_bytes, source.bytes_per_token) + 7) // 8
             for first in range(0, num_words, source.BLOCK_WORDS):
-                words = _load_words(source, address, window_bytes, first, valid)
+                words = load_words(source, address, window_bytes, first, valid)
                 total += _fold(source, words, window_bytes, first, valid)
     return tl.where(valid, (total ^ (total >> 32)) & 0xFFFFFFFF, 0)
 
 
 @triton.jit
-def _covered(source, window_bytes, first, valid):
+def covered(source, window_bytes, first, valid):
     """The mask of words [first, first + BLOCK_WORDS) of each lane's window that there are."""
     j = first + tl.arange(0, source.BLOCK_WORDS).to(tl.int64)
-    covered = valid[:, None] & (j[None, :] >= 0)
+    inside = valid[:, None] & (j[None, :] >= 0)
     if source.WHOLE_STEPS == 0:
         # The window's end keeps loads inside the token; the alignment divides it.
-        covered = covered & (j[None, :] * 8 < window_bytes[:, None])
-    return covered
+        inside = inside & (j[None, :] * 8 < window_bytes[:, None])
+    return inside
 
 
 @triton.jit
-def _load_words(source, address, window_bytes, first, valid):
+def load_words(source, address, window_bytes, first, valid):
     """Words [first, first + BLOCK_WORDS) of each lane's window, the last one padded with zeros."""
     j = first + tl.arange(0, source.BLOCK_WORDS).to(tl.int64)
-    keep = _covered(source, window_bytes, first, valid)
+    keep = covered(source, window_bytes, first, valid)
     if source.ALIGNMENT >= 8:
         pointer = address.to(tl.pointer_type(tl.uint64))[:, None] + j[None, :]
         if source.ALIGNMENT == 16:
@@ -180,4 +183,4 @@ def _fold(source, words, window_bytes, first, valid):
     """The sum over words [first, first + BLOCK_WORDS) of each lane's window."""
     j = first + tl.arange(0, source.BLOCK_WORDS).to(tl.int64)
     mixed = mix(words ^ mix(as_u64(j))[None, :])
-    return tl.sum(tl.where(_covered(source, window_bytes, first, valid), mixed, 0), axis=1)
+    return tl.sum(tl.where(covered(source, window_bytes, first, valid), mixed, 0), axis=1)

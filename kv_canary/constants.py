@@ -61,6 +61,8 @@ class Reason(IntFlag):
     OVERWRITE = 2048
     PREFIX = 4096
     BATCH = 8192
+    SEAL_K = 16384
+    SEAL_V = 32768
 
 
 class Tag(IntEnum):

@@ -116,7 +116,7 @@ def fingerprint(source: KvSource | None, slots: torch.Tensor, positions: torch.T
     for kind, (part, begins) in enumerate(zip(data.split(counts), first.take(order).split(counts), strict=True)):
         if len(part):
             width = widths[kind % 2]
-            part[:, :width] = _runs(source.layers[kind // 2], width).index_select(0, begins)
+            part[:, :width] = runs(source.layers[kind // 2], width).index_select(0, begins)
 
     j = torch.arange(word_counts[0], device=slots.device)
     terms = mix(data.view(torch.int64) ^ mix(j))
@@ -126,7 +126,7 @@ def fingerprint(source: KvSource | None, slots: torch.Tensor, positions: torch.T
     return torch.empty_like(slots).index_copy_(0, order, (x ^ shift_right(x, 32)) & LOW_32)
 
 
-def _runs(layer: torch.Tensor, width: int) -> torch.Tensor:
+def runs(layer: torch.Tensor, width: int) -> torch.Tensor:
     """Every run of `width` bytes of a layer, by its first byte: a view, whose rows overlap."""
     rows = layer.reshape(len(layer), -1).view(torch.uint8)
     num_runs = (len(rows) - 1) * rows.stride(0) + rows.shape[1] - width + 1

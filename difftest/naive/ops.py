@@ -30,6 +30,7 @@ from kv_canary.difftest.naive.records import (
     stores,
     writer_of,
 )
+from kv_canary.difftest.naive.seals import seal, verify_seals
 from kv_canary.difftest.naive.verify import plan, verify, verify_prefixes, verify_resolved
 from kv_canary.specs.structures import Endpoint, ViolationLog, WritePlan
 
@@ -248,6 +249,7 @@ IMPLEMENTATIONS: Mapping[str, Callable[..., None]] = MappingProxyType(
         for each in (
             *(plan, verify, verify_prefixes, verify_resolved),
             *(write, move, retire, scatter_token_ids, chain_tails),
+            *(seal, verify_seals),
         )
     }
 )

@@ -85,8 +85,9 @@ SEGMENTS: Mapping[str, ArgumentSpec] = {
 # What ops that check records read, and what they report.
 ENDPOINT = StructSpec(type=Endpoint, doc="records and KV bytes")
 TRACK_LIFETIME = ScalarSpec(type=bool, default=False, doc="report reads of retired slots as FREED")
+VIOLATIONS = StructSpec(type=ViolationLog, role="inout", compare="violations", doc="where violations go")
 FINDINGS: Mapping[str, ArgumentSpec] = {
-    "violations": StructSpec(type=ViolationLog, role="inout", compare="violations", doc="where violations go"),
+    "violations": VIOLATIONS,
     "counters": TensorSpec(
         dtype=torch.int64,
         shape=(len(Tag), 2),

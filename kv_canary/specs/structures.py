@@ -260,6 +260,8 @@ class Endpoint:
         tag: see `Tag`.
         records: of the pool.
         k_source, v_source: its bytes; None leaves that half unchecked.
+        k_scales, v_scales: scales of quantised K and V that lie in buffers of their own, with as many layers; seals
+            are of them, too.
         group: number of the buffer group, from 1 on, for reports; 0: none is told.
     """
 
@@ -267,6 +269,8 @@ class Endpoint:
     records: torch.Tensor = field(metadata={"spec": RECORDS})
     k_source: KvSource | None = None
     v_source: KvSource | None = None
+    k_scales: KvSource | None = None
+    v_scales: KvSource | None = None
     group: int = 0
 
     def __post_init__(self) -> None:
@@ -279,10 +283,18 @@ class Endpoint:
             raise ValueError(must_be("Endpoint", "group", f"in [0, {MOST_GROUPS}]", str(self.group)))
         if not 0 <= self.tag < len(Tag):
             raise ValueError(must_be("Endpoint", "tag", f"one of {[int(t) for t in Tag]}", str(self.tag)))
-        for name in ("k_source", "v_source"):
+        for name in ("k_source", "v_source", "k_scales", "v_scales"):
             source = getattr(self, name)
             if source is not None and not isinstance(source, KvSource):
                 raise TypeError(must_be("Endpoint", name, "a KvSource or None", type(source).__name__))
+        for name, scales, source in (
+            ("k_scales", self.k_scales, self.k_source),
+            ("v_scales", self.v_scales, self.v_source),
+        ):
+            layers = 0 if source is None else len(source.layers)
+            if scales is not None and len(scales.layers) != layers:
+                expected = f"of {layers} layers, as its source is" if layers else "None where there is no source"
+                raise ValueError(must_be("Endpoint", name, expected, f"{len(scales.layers)} layers"))
 
     @property
     def site(self) -> int:

@@ -31,14 +31,15 @@ class ViolationRow(NamedTuple):
         token: that was expected, or -1.
         chain: word 1 of the record that was read, or is being stored.
         expected_chain: where it was checked; the row's tail for PREFIX.
-        kv: word 2 of the record that was read, or is being stored.
-        observed_kv: fingerprints of the bytes that lie there, where they were checked.
+        kv: word 2 of the record that was read, or is being stored; for SEAL_K and SEAL_V the word of the band's seal.
+        observed_kv: fingerprints of the bytes that lie there, where they were checked; for SEAL_K and SEAL_V what the
+            word of the seal should be.
         writer: word 3 of the record that was read, or is being replaced; of a token that another one of its forward
             takes the slot from, that one's.
         step: of the canary.
         previous: slot of the position before; of a write, the seed's; the row that the model was given for BATCH.
         owner: of a write, whose it is.
-        given: the length that the model was given for BATCH.
+        given: the length that the model was given for BATCH; the band of layers for SEAL_K and SEAL_V.
     """
 
     site: int = 0

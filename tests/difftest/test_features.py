@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 import kv_canary as kc
 from kv_canary.difftest.coverage import FEATURES, INFEASIBLE, Coverage, feasible_pairs, why_infeasible
 from kv_canary.difftest.features import of_call
-from kv_canary.difftest.simulator import ENGINE_OPS
 from kv_canary.difftest.strategies.engine import engine_rounds
-from kv_canary.specs import get_spec
+from kv_canary.specs import all_specs, get_spec
 
 # Cases a generator draws before the gaps are looked at again, and how often that may be.
 CASES, ROUNDS = 50, 25
@@ -321,7 +320,7 @@ def test_generators_reach_every_feasible_pair() -> None:
             break
         draw(engine_rounds(), number, healthy=False)
         draw(engine_rounds(max_lens=(300, 640), faults=False), number, healthy=True)
-        for op in ENGINE_OPS:
+        for op in all_specs():
             cases = importlib.import_module(f"kv_canary.difftest.strategies.{op}").cases
             both = [pair for pair in gaps if all(op in FEATURES[name].ops for name in pair)]
             for giant in (False, True):

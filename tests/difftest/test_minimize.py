@@ -60,6 +60,11 @@ def changes_row(op: str, name: str) -> Fails:
     return lambda call: not torch.equal(call[name], on_reference(op, call)[name])
 
 
+def reports_scales(call: Call) -> bool:
+    """Whether K differs in a pool whose K has scales apart."""
+    return call["endpoint"].k_scales is not None and reports("verify_seals", Reason.SEAL_K)(call)
+
+
 # Hypothesis shows what it found, however long.
 pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
 
@@ -108,6 +113,21 @@ FAILURES: dict[str, tuple[str, Fails, dict[str, tuple[int, ...]]]] = {
         "scatter_token_ids",
         changes_row("scatter_token_ids", "pool"),
         {"flat": (1,), "offsets": (2,), "rows": (1,), "pool": (2, 1)},
+    ),
+    "seal": (
+        "seal",
+        changes_row("seal", "seals"),
+        {"endpoint.records": (2, 4), "endpoint.k_source.layers[0]": (2, 2), "seals": (2, 2)},
+    ),
+    "verify_seals, scales": (
+        "verify_seals",
+        reports_scales,
+        {
+            "endpoint.records": (2, 4),
+            "endpoint.k_scales.layers[0]": (2, 1),
+            "seals": (2, 2),
+            "violations.ring": (1, 16),
+        },
     ),
     "chain": ("chain_tails", changes_row("chain_tails", "tails"), {"rows": (1,), "offsets": (2,), "tails": (2,)}),
 }

@@ -1,0 +1,33 @@
+"""verify_seals: hold all bytes of slots against their seals."""
+
+from __future__ import annotations
+
+import torch
+
+from kv_canary.specs.arguments import STEP, VIOLATIONS
+from kv_canary.specs.interface import KernelSpec, TensorSpec
+from kv_canary.specs.sealing import SEALED, SEALS, check_seals
+
+SPEC = KernelSpec(
+    name="verify_seals",
+    doc="""Hold all bytes of slots against their seals.
+
+    For each slot and band whose bytes have another hash, SEAL_K, SEAL_V or both are reported. A slot is taken where it
+    has a record that is not retired, and a seal of that very record; one with a record and no such seal is counted.
+    Slots out of range and slot 0 are skipped. Nothing but `violations` and `checked` is written.
+    """,
+    arguments={
+        **SEALED,
+        "seals": SEALS,
+        "step": STEP,
+        "violations": VIOLATIONS,
+        "checked": TensorSpec(
+            dtype=torch.int64,
+            shape=(3,),
+            role="inout",
+            lines=("launches", "slots", "slots without a seal"),
+            doc="launches, slots held against their seals, slots that have a record and no seal of it",
+        ),
+    },
+    checks=(check_seals("verify_seals"),),
+)
