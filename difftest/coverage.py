@@ -107,7 +107,7 @@ def _features() -> dict[str, Feature]:
         ("move:overlapping", "move", "a slot is moved from and to"),
         ("retire:twice", "retire", "a slot is named twice"),
         ("buffers:two", slots, "two buffers of records"),
-        ("step:wrapped", f"{planning} {logging} {slots}", "more than 39 bits"),
+        ("step:wrapped", f"{planning} {logging} {slots} seal", "more than 39 bits"),
         ("owner:wrapped", f"{batch} {slots}", "more than 24 bits"),
         (
             "rows:apart",
@@ -126,6 +126,7 @@ def _features() -> dict[str, Feature]:
         ("bands:one", sealing, "a seal is one word"),
         ("bands:several", sealing, "it is several"),
         ("band:wide", sealing, "each may be of several layers"),
+        ("seal:fresh", "seal", "slots whose records a step has written are sealed"),
         ("tile:write", "write", "a segment is longer than a tile"),
         ("tile:chain", "chain_tails", "a segment is longer than a tile"),
         ("tile:scatter", "scatter_token_ids", "a segment is longer than a tile"),
@@ -137,7 +138,7 @@ def _features() -> dict[str, Feature]:
     ]
     within_op = {"rows:giant", "layout:short", "slot:twice", "move:overlapping", "retire:twice"}
     # Engines do not seal.
-    within_op |= {name for name, ops, _ in table if ops == sealing}
+    within_op |= {name for name, ops, _ in table if set(ops.split()) <= set(sealing.split())}
     exclusive = {"batch", "slots", "bands"}
     return {
         name: Feature(

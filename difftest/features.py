@@ -240,6 +240,13 @@ def _seal(a: Mapping[str, Any]) -> Features:
     yield from _tables(endpoint.records, a["seals"])
 
 
+def _new_seals(a: Mapping[str, Any]) -> Features:
+    yield from _seal(a)
+    if a["written_in"] is not None:
+        yield "seal:fresh"
+        yield from _step(a["written_in"])
+
+
 def _verify_seals(a: Mapping[str, Any]) -> Features:
     yield from _seal(a)
     yield from _log(a)
@@ -426,6 +433,6 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[str]]] = {
     "retire": _retire,
     "scatter_token_ids": _scatter_token_ids,
     "chain_tails": _chain_tails,
-    "seal": _seal,
+    "seal": _new_seals,
     "verify_seals": _verify_seals,
 }

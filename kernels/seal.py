@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kv_canary.constants import OWNER_BITS, STEP_MASK
 from kv_canary.kernels.hashing import as_i64
 from kv_canary.kernels.launching import begin, overlapping
 from kv_canary.kernels.records import records_of
@@ -19,6 +20,9 @@ from kv_canary.kernels.sealing import (
 )
 from kv_canary.specs.sealing import num_bands
 from kv_canary.specs.structures import Endpoint
+
+_OWNER_BITS = tl.constexpr(OWNER_BITS)
+_STEP_MASK = tl.constexpr(STEP_MASK)
 
 
 @triton.jit(do_not_specialize=["total", "num_bands", "layers_per_band", "seed", "bands_at_once"])
@@ -35,6 +39,7 @@ def _seal(
     num_bands,
     layers_per_band,
     seed,
+    step_ptr,
     # outputs
     seals,
     bands_at_once,
@@ -52,6 +57,9 @@ def _seal(
         slot, readable, _ident, _chain, writer, live = load_tile(
             slots_ptr, first, tile, count, records, k, v, k_scales, v_scales, SLOTS
         )
+        if step_ptr is not None:
+            of_step = ((writer >> _OWNER_BITS) & _STEP_MASK) == (tl.load(step_ptr) & _STEP_MASK)
+            readable, live = readable & of_step, live & of_step
         # readable: 0 < slot < num_slots; band < num_bands
         seal_ptr = seals.ptr + slot * seals.stride
         if first_band == 0:
@@ -69,6 +77,7 @@ def seal(
     endpoint: Endpoint,
     layers_per_band: int,
     seed: int,
+    written_in: torch.Tensor | None,
     seals: torch.Tensor,
 ) -> None:
     """Keep a hash of all bytes of slots; see specs/seal.py."""
@@ -87,6 +96,7 @@ def seal(
         bands,
         layers_per_band,
         seed,
+        written_in,
         # outputs
         seals_of(seals),
         # constants

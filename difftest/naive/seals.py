@@ -19,6 +19,7 @@ from kv_canary.difftest.naive.records import (
 from kv_canary.specs.structures import Endpoint, KvSource, ViolationLog
 
 SEAL_K, SEAL_V = 16384, 32768
+STEP_MASK = (1 << 39) - 1
 
 
 def seal(
@@ -28,15 +29,16 @@ def seal(
     endpoint: Endpoint,
     layers_per_band: int,
     seed: int,
+    written_in: torch.Tensor | None,
     seals: torch.Tensor,
 ) -> None:
     """Keep a hash of all bytes of slots, so that any later change of one of them is seen."""
     for slot in _taken(slots, span, endpoint):
         record = read_record(endpoint.records, slot)
-        words = [record[3]]
-        words += [
-            _word(endpoint, slot, band, layers_per_band, seed) for band in range(_bands(endpoint, layers_per_band))
-        ]
+        if written_in is not None and (record[3] >> 24) & STEP_MASK != int(written_in) & STEP_MASK:
+            continue
+        bands = range(_bands(endpoint, layers_per_band))
+        words = [record[3], *(_word(endpoint, slot, band, layers_per_band, seed) for band in bands)]
         for i, word in enumerate(words):
             seals[slot, i] = signed(word) if _is_live(record) else 0
 

@@ -100,7 +100,7 @@ def sealed_pools(draw: Any, *, tag: int = 0, giant: bool = False) -> SealedPool:
 
 def seal_all(pool: SealedPool) -> None:
     """Seal every slot of the pool, by the reference."""
-    whole = {**pool.arguments, "slots": None, "span": int64([0, len(pool.endpoint.records)])}
+    whole = {**pool.arguments, "written_in": None, "slots": None, "span": int64([0, len(pool.endpoint.records)])}
     implementation("seal", "reference")(**whole)
 
 

@@ -209,6 +209,31 @@ def test_a_record_of_step_and_owner_zero_without_a_seal_is_no_finding(backend: s
     assert pool.checked.tolist() == [1, SLOTS - 1, 0]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_step_has_written_is_sealed(backend: str) -> None:
+    pool = pool_of(backend)
+    pool.seals.zero_()
+    records = pool.endpoint.records
+    records[:, 3] = 8 << 24 | 5
+    records[7, 3] = 9 << 24 | 6
+    # Retired in this step, after it was written.
+    records[8, 3] = -(1 << 63) | 9 << 24
+    pool.seals[8] = 1
+    kc.ops.seal(
+        slots=torch.tensor([6, 7, 8]),
+        span=torch.tensor([0, 3]),
+        endpoint=pool.endpoint,
+        layers_per_band=2,
+        seed=SEED,
+        written_in=torch.tensor([9]),
+        seals=pool.seals,
+        backend=backend,
+    )
+    assert pool.seals.any(dim=1).nonzero().view(-1).tolist() == [7]
+    assert pool.verify() == []
+    assert pool.checked.tolist() == [1, 1, SLOTS - 3]
+
+
 def test_other_seeds_make_other_seals() -> None:
     pool = pool_of("reference")
     before = pool.seals.clone()
