@@ -19,6 +19,7 @@ from kv_canary.shadow_settings import ShadowSettings
 
 Mode = Literal["log", "raise", "off"]
 Records = Literal["one", "head_and_tail"]
+Seals = Literal["layer", "model", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,9 @@ class CanaryConfig:
         verify_bytes_at_tail: fingerprint the cached K/V bytes again after the forward, not only before it.
         records: "one" record buffer for HEAD and TAIL; or "head_and_tail", two, of which HEAD's goes first and TAIL's
             last in the buffer lists of a transfer, so that one cut short is seen whichever end it lost.
+        seals: keep a hash of every byte of each slot, and go round the pools verifying them: "layer" tells layers
+            apart, as far as records and seals stay below 0.3 % of the pool; "model" takes all of them together; "off".
+        scrub_share: share of the time that going round the pools may take.
         stride: a cached position is verified on admission and then every so many steps. None: 1 on a CPU; on a GPU
             chosen, up to `max_stride`, so that the canary takes `overhead_target` of a step.
         overhead_target: share of a step's time that the canary may take where it chooses the stride.
@@ -73,6 +77,8 @@ class CanaryConfig:
     read_bytes: int = 16
     verify_bytes_at_tail: bool = False
     records: Records = "one"
+    seals: Seals = "off"
+    scrub_share: float = 0.005
     stride: int | None = None
     overhead_target: float = 0.01
     max_stride: int = 32
@@ -114,6 +120,10 @@ class CanaryConfig:
             raise ValueError(must_be("CanaryConfig", "token_table_share", "in [0, 1]", str(self.token_table_share)))
         if not 0 < self.overhead_target <= 1:
             raise ValueError(must_be("CanaryConfig", "overhead_target", "in (0, 1]", str(self.overhead_target)))
+        if not 0 <= self.scrub_share <= 1:
+            raise ValueError(must_be("CanaryConfig", "scrub_share", "in [0, 1]", str(self.scrub_share)))
+        if self.seals != "off" and not self.track_lifetime:
+            raise ValueError(must_be("CanaryConfig", "seals", "off where track_lifetime is", self.seals))
         if self.quarantine and not (self.track_lifetime and self.sweep_every):
             expected = "off where track_lifetime or sweep_every is"
             raise ValueError(must_be("CanaryConfig", "quarantine", expected, "on"))

@@ -10,7 +10,7 @@ from kv_canary.constants import Reason, Tag
 from kv_canary.specs.violation_row import ViolationRow
 
 CONTENT = Reason.POSITION | Reason.TOKEN | Reason.CHAIN | Reason.PREFIX
-BYTES = Reason.K | Reason.V
+BYTES = Reason.K | Reason.V | Reason.SEAL_K | Reason.SEAL_V
 # Found of a slot and not of the row that reads it: every request that shares the slot finds it too.
 _SHARED = CONTENT | BYTES | Reason.FREED | Reason.NEVER_WRITTEN
 _CONTENT, _BYTES, _OWNED = int(CONTENT), int(BYTES), int(Reason.FREED | Reason.OVERWRITE)

@@ -17,6 +17,9 @@ from kv_canary.specs.violation_row import ViolationRow
 # Only writes have these.
 WRITES = Reason.WRITE_TOKEN | Reason.WRITE_POSITION | Reason.OVERWRITE | Reason.PREFIX | Reason.BATCH
 
+# Found by holding all bytes of a slot against its seal.
+SEALS = Reason.SEAL_K | Reason.SEAL_V
+
 
 class Decoder:
     """Turns violation rows into reports.
@@ -86,7 +89,7 @@ class Decoder:
             "observed_kv": row.observed_kv & MASK64 if row.observed_kv else None,
             "previous_slot": 0 if Reason.BATCH in reasons else row.previous,
             "given": (row.previous, row.given) if Reason.BATCH in reasons else None,
-            "places": _places(group, reasons, record),
+            "places": _places(group, reasons, record) + _sealed_places(group, reasons, found.given),
             # It names no token, and what is damaged shows in the words as they are.
             "cause": cause_of_one(reasons, found, record, request_id, group, is_write=writing),
         }
@@ -143,6 +146,23 @@ def _places(group: BufferGroup, reasons: Reason, record: StoredRecord | None) ->
     return tuple(places)
 
 
+def _sealed_places(group: BufferGroup, reasons: Reason, band: int) -> tuple[str, ...]:
+    """Say which layers of the slot the damaged halves of a band of its seal are of."""
+    pool = group.pool
+    if not reasons & SEALS or pool.seals is None:
+        return ()
+    first = band * pool.seals.layers_per_band
+    places = []
+    for half, reason, source in (("K", Reason.SEAL_K, pool.k_source), ("V", Reason.SEAL_V, pool.v_source)):
+        if reason in reasons and source is not None:
+            last = min(first + pool.seals.layers_per_band, len(source.layers)) - 1
+            names = [pool.layer_names[n] if n < len(pool.layer_names) else f"layer {n}" for n in (first, last)]
+            places.append(
+                f"{half} of {names[0]}" if first == last else f"{half} somewhere from {names[0]} to {names[1]}"
+            )
+    return tuple(places)
+
+
 def _sentence(report: Mapping[str, Any], writing: bool) -> str:
     if report["given"] is not None:
         text = (
@@ -174,6 +194,9 @@ def details(report: Mapping[str, Any], writing: bool) -> str:
             return f"{text}: {by} writes there in the same step."
         return text + (f", over a record of {by} (step {record.step})." if record.owner else ".")
     how = "freed" if record.retired else "written"
+    if set(report["reasons"]) <= {r.name for r in SEALS}:
+        text += f" The slot holds token {record.token} of position {record.position}"
+        return f"{text}, written by {by} at step {record.step}; its bytes were sealed then."
     known = report["expected_token"] is not None
     expected = f"token {report['expected_token']}" if known else "this request's token"
     text += f" The slot holds token {record.token} of position {record.position}"

@@ -22,7 +22,7 @@ from kv_canary.runtime.guard import Guard
 from kv_canary.runtime.history import StepHistory, StepRecord
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.rows import OwnerNames
-from kv_canary.runtime.summary import RECENT_STEPS, CanaryStatus, CanarySummary
+from kv_canary.runtime.summary import RECENT_STEPS, CanaryStatus, CanarySummary, ScrubFacts
 
 # The entries that HEAD has verified, among the counters.
 _HEAD_FULL, _HEAD_SWA = 2 * Tag.HEAD_FULL + 1, 2 * Tag.HEAD_SWA + 1
@@ -190,6 +190,7 @@ class Accounts:
         stride: int,
         skipped: int = 0,
         unverified: int = 0,
+        scrub: ScrubFacts | None = None,
     ) -> CanarySummary:
         """Return all of it in numbers.
 
@@ -197,7 +198,7 @@ class Accounts:
             steps: how many were begun.
             counters: launches, then entries, of each tag.
             stride: how many steps a cached position waits for its turn at most.
-            skipped, unverified: see `CanarySummary`.
+            skipped, unverified, scrub: see `CanarySummary`.
         """
         incomplete: Counter[str] = Counter()
         for status, count in self._statuses.items():
@@ -219,6 +220,7 @@ class Accounts:
             failures=dict(self._guard.failures),
             dropped=OUTPUT.dropped,
             cost=self._costs.cost,
+            scrub=scrub,
         )
 
     def _summary_now(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from kv_canary import ops
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.host import send
 from kv_canary.runtime.pools import BufferGroup
+from kv_canary.runtime.seals import seal_written
 from kv_canary.runtime.tails import anchor_of
 from kv_canary.specs.structures import Endpoint, ViolationLog, WritePlan
 
@@ -88,3 +89,4 @@ def record_prefix(
             chain=anchor_of(identity),
             owner=owner,
         )
+    seal_written(context, group, slots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Sequence
 
 from kv_canary.backends import select_backend
@@ -51,6 +52,11 @@ class CanaryContext:
         if config.records == "head_and_tail":
             for pool in self.pools:
                 pool.keep_head_records()
+        if config.seals != "off" and config.mode != "off":
+            # Nobody outside can make bytes that fit a seal: the seed is of this process alone.
+            seed = secrets.randbits(63)
+            for pool in self.pools:
+                pool.keep_seals(by_layer=config.seals == "layer", seed=seed)
         self.state = CanaryDeviceState(
             replays=self.new_replays(),
             max_rows=limits.max_rows,

@@ -713,6 +713,7 @@ class SingleForwardManager:
                     slots, pool = self._slots_of(launches), launches.group.pool
                     self._steps.doubt(pool, slots)
                     pool.take_back_head(slots)
+                    pool.drop_seals(slots)
             finally:
                 self._steps.abort_forward(self)
 

@@ -17,6 +17,7 @@ from kv_canary.runtime.device_state import MOST_REPLAYED
 from kv_canary.runtime.host import Mailbox, Numbers, let_go
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.replays import layout_of
+from kv_canary.runtime.seals import seal_written
 from kv_canary.runtime.tails import Advance, Tails
 from kv_canary.specs.structures import Endpoint, ResolvedSlots, VerifyPlan, WritePlan
 from kv_canary.specs.write import max_tiles
@@ -311,8 +312,11 @@ class GroupLaunches:
             self._write(shape, at_tail=False)
 
     def write(self, shape: Shape) -> None:
-        """Record the tokens that the model has written."""
+        """Record the tokens that the model has written, and seal them."""
         self._write(shape, at_tail=True)
+        if self.group.pool.seals is not None:
+            slots = self.out_slots[: min(shape.tokens, len(self.out_slots))]
+            seal_written(self._context, self.group, slots, step=self._inputs.step)
 
     def tail(self, shape: Shape) -> None:
         """Verify the slots that HEAD resolved."""

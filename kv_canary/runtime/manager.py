@@ -33,6 +33,7 @@ from kv_canary.runtime.oracle import TokenOracle
 from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.runtime.retirement import Retirement
 from kv_canary.runtime.rows import OwnerNames
+from kv_canary.runtime.seals import Scrub
 from kv_canary.runtime.steps import Steps
 from kv_canary.runtime.summary import CanarySummary
 from kv_canary.runtime.sweep import Sweeper
@@ -114,6 +115,7 @@ class CanaryManager:
             costs=costs,
             unverified=unverified,
             sweeper=Sweeper(context, unverified, cached=cached or (lambda: ())),
+            scrub=Scrub(context),
             perturber=perturber,
             ranks=self.ranks,
         )
@@ -297,6 +299,7 @@ class CanaryManager:
             return
         with self.guard.contain("taking in what was copied") as part:
             src, dst = src.to(self.device), dst.to(self.device)
+            seals = pool.take_seals(src)
             ops.move(
                 src=src,
                 dst=dst,
@@ -305,6 +308,7 @@ class CanaryManager:
                 records=pool.buffers,
                 backend=self.backend,
             )
+            pool.put_seals(dst, seals)
             self.unverified.moved(pool, src, dst)
         if part.failed:
             self.unverify(pool, dst)
@@ -401,12 +405,15 @@ class CanaryManager:
                 self._steps.sweep()
 
     def scrub(self) -> None:
-        """Sweep in idle time: report what earlier steps and the sweep found now.
+        """Sweep in idle time, and hold every slot against its seal: report what was found, by earlier steps too, now.
 
         Raises:
             CanaryViolationError: in raise mode, if there was anything to report.
         """
         self.sweep()
+        if not self.is_off:
+            with self.guard.contain("a scrub"):
+                self._steps.scrub.all()
         self.flush()
 
     def one_step(self) -> AbstractContextManager[None]:
@@ -440,6 +447,7 @@ class CanaryManager:
             stride=self.budget.stride,
             skipped=self._steps.skipped,
             unverified=self.unverified.taken_in + self.unverified.taken_back,
+            scrub=self._steps.scrub.facts,
         )
 
     def close(self) -> None:

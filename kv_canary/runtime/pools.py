@@ -11,9 +11,30 @@ from dataclasses import dataclass
 
 import torch
 
-from kv_canary.constants import KV_WORD, RECORD_WORDS, Tag
+from kv_canary.constants import KV_WORD, RECORD_WORDS, WRITER_WORD, Tag
 from kv_canary.errors import must_be
+from kv_canary.specs.sealing import SEAL_HEADER_WORDS
 from kv_canary.specs.structures import Endpoint, KvSource
+
+# Of the bytes of K and V, what records and seals may take.
+_SEALS_SHARE = 0.003
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PoolSeals:
+    """The seals of a pool: how fine they are, and where they lie.
+
+    Args:
+        words: int64 [slots, 1 + bands], see `specs/sealing.py`.
+        layers_per_band: layers that one word is of.
+        seed: of the hash.
+        everything: int64 [2], the span of all there is.
+    """
+
+    words: torch.Tensor
+    layers_per_band: int
+    seed: int
+    everything: torch.Tensor
 
 
 class KvPool:
@@ -50,6 +71,57 @@ class KvPool:
         self.layer_names = layer_names
         self.records = torch.zeros(num_slots + extra_slots, RECORD_WORDS, dtype=torch.int64, device=device)
         self.head_records: torch.Tensor | None = None
+        self.seals: PoolSeals | None = None
+
+    def keep_seals(self, *, by_layer: bool, seed: int) -> None:
+        """Keep seals, none of any slot yet; nothing is kept where there are no bytes.
+
+        Args:
+            by_layer: whether they tell layers apart, as far as records and seals stay below 0.3 % of K and V.
+            seed: of the hash.
+        """
+        sources = [source for source in (self.k_source, self.v_source) if source is not None]
+        if self.seals is not None or not sources:
+            return
+        layers = max(len(source.layers) for source in sources)
+        token = sum(len(source.layers) * source.bytes_per_token for source in sources)
+        room = int(_SEALS_SHARE * token) // 8 - RECORD_WORDS - SEAL_HEADER_WORDS
+        per_band = -(-layers // max(1, min(room, layers))) if by_layer else layers
+        shape, device = (len(self.records), SEAL_HEADER_WORDS + -(-layers // per_band)), self.records.device
+        self.seals = PoolSeals(
+            words=torch.zeros(shape, dtype=torch.int64, device=device),
+            layers_per_band=per_band,
+            seed=seed,
+            everything=torch.tensor([0, (1 << 63) - 1], dtype=torch.int64, device=device),
+        )
+
+    def take_seals(self, slots: torch.Tensor) -> torch.Tensor | None:
+        """Return the seals of int64 `slots` for `put_seals`, zeroes where a slot has none; None where none are kept."""
+        if self.seals is None:
+            return None
+        inside = (slots > 0) & (slots < len(self.records))
+        there = torch.where(inside, slots, 0)
+        words, records = self.seals.words[there], self.records[there]
+        sealed = inside & (words[:, 0] == records[:, WRITER_WORD]) & (words[:, 1] != 0)
+        return torch.where(sealed[:, None], words, 0)
+
+    def put_seals(self, slots: torch.Tensor, taken: torch.Tensor | None) -> None:
+        """Let the records that int64 `slots` have now be sealed as others were: what `take_seals` returned of those."""
+        if self.seals is None or taken is None:
+            return
+        inside = (slots > 0) & (slots < len(self.records))
+        there = torch.where(inside, slots, 0)
+        records = self.records[there]
+        sealed = inside & (taken[:, 1] != 0) & (records != 0).any(dim=1)
+        words = torch.cat([records[:, WRITER_WORD, None], taken[:, 1:]], dim=1)
+        # Slot 0 has no seal, so that all of them can be written.
+        self.seals.words[there] = torch.where(sealed[:, None], words, 0)
+
+    def drop_seals(self, slots: torch.Tensor) -> None:
+        """Drop the seals of int64 `slots`, which may have been written to without a record."""
+        if self.seals is not None:
+            inside = (slots > 0) & (slots < len(self.records))
+            self.seals.words[torch.where(inside, slots, 0)] = 0
 
     def keep_head_records(self) -> None:
         """Keep records of HEAD's own, zeroed: those that are written before the model, without fingerprints."""

@@ -22,6 +22,7 @@ from kv_canary.runtime.cost import TIMED_EVERY, Costs, DeviceTimer
 from kv_canary.runtime.drain import Drain, Findings, Sheet
 from kv_canary.runtime.history import StepRecord
 from kv_canary.runtime.pools import KvPool
+from kv_canary.runtime.seals import SCRUB_EVERY, Scrub
 from kv_canary.runtime.sweep import Sweeper
 from kv_canary.runtime.tails import Advance
 from kv_canary.runtime.unverified import Unverified
@@ -42,6 +43,7 @@ class Steps:
         costs: takes in what steps cost.
         unverified: the slots of which the records say nothing.
         sweeper: verifies what no forward is about to read.
+        scrub: holds slots against their seals.
         perturber: injects faults; None: there are none.
         ranks: compares this rank with the others; None: it is alone.
     """
@@ -55,11 +57,12 @@ class Steps:
         costs: Costs,
         unverified: Unverified,
         sweeper: Sweeper,
+        scrub: Scrub,
         perturber: Perturber | None,
         ranks: RankWatch | None,
     ) -> None:
         self.context, self.budget, self.unverified = context, budget, unverified
-        self.perturber = perturber
+        self.perturber, self.scrub = perturber, scrub
         self._accounts, self._costs, self._sweeper, self._ranks = accounts, costs, sweeper, ranks
         self._drain = Drain(context.state)
         self._times = context.device.type == "cuda"
@@ -334,6 +337,9 @@ class Steps:
             if every and step.number % every == 0:
                 with self.context.guard.contain("a sweep"):
                     self.sweep()
+            if step.number % SCRUB_EVERY == 0:
+                with self.context.guard.contain("a scrub"):
+                    self.scrub.piece()
         finally:
             launches = None if step.broken else step.launches
             self._drain.push(step.number, step.statuses, launches=launches, sheet=sheet)

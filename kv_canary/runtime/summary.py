@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
@@ -27,6 +28,33 @@ class CanaryStatus(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScrubFacts:
+    """What scrubs have done.
+
+    Args:
+        verified: slots held against their seals, each as often as it was.
+        unsealed: slots with a record and no seal of it that were met.
+        rounds: times that every pool was gone through.
+        oldest: seconds since the byte that was looked at longest ago; None before the first round is over.
+    """
+
+    verified: int = 0
+    unsealed: int = 0
+    rounds: int = 0
+    oldest: float | None = None
+
+    def __or__(self, other: ScrubFacts) -> ScrubFacts:
+        """Return what two scrubs have done of different pools: as old as the older of them."""
+        ages = (self.oldest, other.oldest)
+        return ScrubFacts(
+            verified=self.verified + other.verified,
+            unsealed=self.unsealed + other.unsealed,
+            rounds=min(self.rounds, other.rounds),
+            oldest=None if None in ages else max(age for age in ages if age is not None),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CanarySummary:
     """The canary's account of itself, as of the last drained step.
 
@@ -47,6 +75,7 @@ class CanarySummary:
         unverified: positions that were taken in anew where such a forward had written.
         failures: what went wrong inside the canary and was contained, by part and kind of exception.
         cost: what a step takes, and the canary of it; None before the second step.
+        scrub: what going round the pools has seen; None where nothing is sealed.
         dropped: log lines, events and bundles of this process that were dropped, because nobody took them in time.
     """
 
@@ -66,6 +95,7 @@ class CanarySummary:
     failures: dict[str, int] = field(default_factory=dict)
     dropped: int = 0
     cost: CanaryCost | None = field(default=None, compare=False)
+    scrub: ScrubFacts | None = field(default=None, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the summary as JSON-ready values."""
@@ -83,5 +113,7 @@ class CanarySummary:
         # A stride is no count, and what was dropped is of the whole process.
         costs = [cost for cost in (self.cost, other.cost) if cost is not None]
         sums["cost"] = costs[0] | costs[-1] if costs else None
+        scrubs = [scrub for scrub in (self.scrub, other.scrub) if scrub is not None]
+        sums["scrub"] = functools.reduce(ScrubFacts.__or__, scrubs) if scrubs else None
         sums["stride"], sums["dropped"] = max(self.stride, other.stride), max(self.dropped, other.dropped)
         return CanarySummary(**sums)

@@ -1,0 +1,148 @@
+"""Seals at work: new tokens are sealed behind their forward, and a scrub goes round the pools and verifies them."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from kv_canary import ops
+from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.cost import DeviceTimer
+from kv_canary.runtime.host import send
+from kv_canary.runtime.pools import BufferGroup, KvPool, PoolSeals
+from kv_canary.runtime.summary import ScrubFacts
+
+# Steps from one piece of a scrub to the next: launches cost the host more than what they read costs the device.
+SCRUB_EVERY = 16
+# Bytes a second that a piece is taken to read before one has been timed.
+_UNKNOWN_BANDWIDTH = 100e9
+# Seconds without a step that a piece makes up for, at most.
+_LONGEST = 1.0
+# As many slots as there are.
+_ALL = (1 << 63) - 1
+
+
+def seal_written(
+    context: CanaryContext, group: BufferGroup, slots: torch.Tensor, *, step: torch.Tensor | None = None
+) -> None:
+    """Seal those of int64 `slots` that have been recorded in a step, of the bytes that lie there now.
+
+    Args:
+        context: of the canary.
+        group: whose pool it is.
+        slots: on the device; others than that step's may be among them.
+        step: its number, int64 [1]; None: the present one.
+    """
+    seals = group.pool.seals
+    if seals is None:
+        return
+    ops.seal(
+        slots=slots,
+        span=seals.everything,
+        endpoint=context.endpoint(group, group.tail_tag, with_bytes=True),
+        layers_per_band=seals.layers_per_band,
+        seed=seals.seed,
+        written_in=context.state.step if step is None else step,
+        seals=seals.words,
+        backend=context.backend,
+    )
+
+
+class Scrub:
+    """Goes round the pools, piece by piece, and holds every slot against its seal.
+
+    Args:
+        context: of the canary.
+    """
+
+    def __init__(self, context: CanaryContext) -> None:
+        self._context = context
+        groups = {g.pool: g for g in context.groups if g.pool.seals is not None}
+        self._turns: list[tuple[BufferGroup, KvPool, PoolSeals]] = [
+            (group, pool, pool.seals) for pool, group in groups.items() if pool.seals is not None
+        ]
+        self._turn, self._cursor = 0, 1
+        self._checked = torch.zeros(3, dtype=torch.int64, device=context.device)
+        self._seen = torch.zeros(3, dtype=torch.int64, pin_memory=context.device.type == "cuda")
+        self._bandwidth = _UNKNOWN_BANDWIDTH
+        self._timing: tuple[DeviceTimer, int] | None = None
+        self._rounds, self._began, self._last_began = 0, time.monotonic(), 0.0
+        self._last_piece = time.monotonic()
+
+    def piece(self) -> None:
+        """Hold as many slots against their seals as the time since the last piece allows, where any are sealed.
+
+        On the stream of the forwards, between them. What is found is reported with the findings of the next step.
+        """
+        if not self._turns:
+            return
+        self._take_timing()
+        now = time.monotonic()
+        seconds, self._last_piece = min(now - self._last_piece, _LONGEST), now
+        self._verify(int(self._context.config.scrub_share * seconds * self._bandwidth))
+
+    def all(self) -> None:
+        """Hold every slot against its seal now."""
+        for _ in self._turns:
+            self._cursor = 1
+            self._verify(_ALL, timed=False)
+
+    @property
+    def facts(self) -> ScrubFacts | None:
+        """What scrubs have done, as of some steps ago; None where nothing is sealed."""
+        if not self._turns:
+            return None
+        _, verified, unsealed = self._seen.tolist()
+        oldest = time.monotonic() - self._last_began if self._rounds else None
+        return ScrubFacts(verified=verified, unsealed=unsealed, rounds=self._rounds, oldest=oldest)
+
+    def _verify(self, most_bytes: int, *, timed: bool = True) -> None:
+        """Verify the next slots of the pool whose turn it is, up to so many bytes, but at least one."""
+        context, (group, pool, seals) = self._context, self._turns[self._turn]
+        each = max(1, pool.kv_bytes // pool.num_slots)
+        count = max(1, min(most_bytes // each, pool.num_slots - self._cursor))
+        endpoint = context.endpoint(group, group.sweep_tag, with_bytes=True)
+        timer = (
+            DeviceTimer(context.device) if timed and self._timing is None and context.device.type == "cuda" else None
+        )
+
+        def launch() -> None:
+            (span,) = send(context.device, (self._cursor, count))
+            ops.verify_seals(
+                slots=None,
+                span=span,
+                endpoint=endpoint,
+                layers_per_band=seals.layers_per_band,
+                seed=seals.seed,
+                seals=seals.words,
+                step=context.state.step,
+                violations=context.state.violations,
+                checked=self._checked,
+                backend=context.backend,
+            )
+
+        if timer is None:
+            launch()
+        else:
+            with timer.span():
+                launch()
+            self._timing = timer, count * each
+        self._seen.copy_(self._checked, non_blocking=True)
+        self._cursor += count
+        if self._cursor >= pool.num_slots:
+            self._turn, self._cursor = (self._turn + 1) % len(self._turns), 1
+            if not self._turn:
+                self._rounds += 1
+                self._last_began, self._began = self._began, time.monotonic()
+
+    def _take_timing(self) -> None:
+        """Take in how fast the piece was that was timed, once it is over."""
+        if self._timing is None:
+            return
+        timer, size = self._timing
+        seconds = timer.seconds()
+        if seconds is not None:
+            self._timing = None
+            if seconds > 0:
+                self._bandwidth += (size / seconds - self._bandwidth) / 4

@@ -1,0 +1,225 @@
+"""Seals at work: every change of a byte is found in a while, and nothing that an engine does is one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import kv_canary as kc
+from kv_canary.difftest.simulator.scripted_engine import kv_source
+from kv_canary.runtime.seals import SCRUB_EVERY
+
+from .engine import Engine, Request, full_engine, make_pool
+
+BACKENDS = ("reference", "triton")
+SLOTS = 256
+
+
+def sealed_engine(*, num_slots: int = 128, **options: object) -> Engine:
+    """An engine whose bytes are sampled in few places, so that only seals see the others."""
+    pool = make_pool(num_slots, read_bytes=1)
+    config = kc.CanaryConfig(**{"backend": "reference", "seals": "layer", **options})  # type: ignore[arg-type]
+    return Engine([kc.BufferGroup(name="full", pool=pool)], config)
+
+
+def slots_of(engine: Engine, request: Request, start: int, end: int) -> torch.Tensor:
+    return engine.tables["full"][request.row, start:end].long().clone()
+
+
+def damage(engine: Engine, half: str, slot: int, layer: int, byte: int, bit: int = 0) -> None:
+    pool = engine.groups[0].pool
+    source = pool.k_source if half == "K" else pool.v_source
+    assert source is not None
+    source.layers[layer].view(-1, source.bytes_per_token)[slot, byte] ^= 1 << bit
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bit_that_is_never_sampled_is_found(backend: str) -> None:
+    engine = sealed_engine(backend=backend)
+    a = engine.add("a", 40)
+    engine.step((a, 9))
+    slot = int(slots_of(engine, a, 4, 5))
+    damage(engine, "V", slot, layer=1, byte=31, bit=7)
+    engine.step((a, 1))
+    # Its own forward reads another byte.
+    assert engine.found() == []
+    engine.manager.scrub()
+    (report,) = engine.found()
+    assert (report.reasons, report.slot, report.position, report.tag) == (("SEAL_V",), slot, 4, "SWEEP_FULL")
+    assert "V somewhere from layer 0 to layer 1" in report.sentence
+    assert "written by request a at step 1; its bytes were sealed then" in report.sentence
+    assert "the K/V bytes changed after they were written" in report.cause
+
+
+@pytest.mark.parametrize(("width", "per_band", "place"), [(2560, 1, "layer 4"), (2000, 2, "layer 4 to layer 5")])
+def test_layers_are_told_apart_as_far_as_there_is_room(width: int, per_band: int, place: str) -> None:
+    k, v = (kv_source(64, width, layers=6, read_bytes=1) for _ in range(2))
+    names = tuple(f"layer {i}" for i in range(6))
+    pool = kc.KvPool(name="pool", num_slots=64, k_source=k, v_source=v, layer_names=names, device="cpu")
+    engine = Engine([kc.BufferGroup(name="full", pool=pool)], kc.CanaryConfig(backend="reference", seals="layer"))
+    assert pool.seals is not None
+    assert pool.seals.layers_per_band == per_band
+    a = engine.add("a", 40)
+    engine.step((a, 9))
+    damage(engine, "K", int(slots_of(engine, a, 4, 5)), layer=4, byte=300)
+    engine.manager.scrub()
+    (report,) = engine.manager.reports
+    assert report.places[0].endswith(place)
+
+
+def test_going_round_finds_it_in_a_while() -> None:
+    engine = sealed_engine(scrub_share=1.0)
+    a = engine.add("a", 120)
+    engine.step((a, 9))
+    damage(engine, "K", int(slots_of(engine, a, 8, 9)), layer=0, byte=17)
+    steps = 0
+    found: list[kc.ViolationReport] = []
+    while not found and steps < 40:
+        engine.step((a, 1))
+        steps += 1
+        found = engine.found()
+    assert {r.reasons for r in found} == {("SEAL_K",)}
+    scrub = engine.manager.summary().scrub
+    assert scrub is not None
+    assert scrub.verified > 0
+    assert scrub.unsealed == 0
+
+
+def test_rounds_and_their_age_are_told() -> None:
+    engine = sealed_engine(scrub_share=1.0, num_slots=64)
+    a = engine.add("a", 120)
+    engine.step((a, 20))
+    before = engine.manager.summary().scrub
+    assert before is not None
+    assert (before.rounds, before.oldest) == (0, None)
+    for _ in range(2 * SCRUB_EVERY):
+        engine.step((a, 1))
+    after = engine.manager.summary().scrub
+    assert after is not None
+    assert after.rounds >= 1
+    assert after.oldest is not None
+    assert 0 < after.oldest < 60
+    assert engine.manager.summary().as_dict()["scrub"]["rounds"] == after.rounds
+    assert full_engine().manager.summary().scrub is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("records", ["one", "head_and_tail"])
+def test_what_engines_do_is_no_damage(backend: str, records: str) -> None:
+    engine = sealed_engine(backend=backend, records=records, num_slots=256)
+    pool, manager = engine.groups[0].pool, engine.manager
+    a, b = engine.add("a", 60), engine.add("b", 60)
+    engine.step((a, 20), (b, 5))
+    manager.scrub()
+    # Copied, with its KV: the seals go along.
+    src, dst = slots_of(engine, b, 0, 5), torch.arange(200, 205)
+    for source in (pool.k_source, pool.v_source):
+        assert source is not None
+        for layer in source.layers:
+            layer[dst] = layer[src]
+    manager.move(pool, src, dst, owner=b.owner)
+    engine.tables["full"][b.row, :5] = dst.int()
+    manager.retire(pool, src, owner=b.owner)
+    # Freed, and written by whatever comes; a forward that is given up; and slots that nobody followed.
+    for source in (pool.k_source, pool.v_source):
+        assert source is not None
+        source.layers[0][src] = 1
+    with pytest.raises(KeyError), engine.forward.around(engine.batch((a, 3))) as _:
+        raise KeyError
+    manager.unverify(pool, slots_of(engine, a, 2, 4))
+    for source in (pool.k_source, pool.v_source):
+        assert source is not None
+        source.layers[1][slots_of(engine, a, 2, 4)] = 7
+    for _ in range(3):
+        engine.step((a, 1), (b, 1))
+        manager.scrub()
+    assert [r.sentence for r in engine.found()] == []
+    scrub = manager.summary().scrub
+    assert scrub is not None
+    assert scrub.verified > 50
+    manager.clear()
+    manager.scrub()
+    assert engine.found() == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_damage_on_the_way_of_a_copy_is_found(backend: str) -> None:
+    engine = sealed_engine(backend=backend, num_slots=256)
+    pool = engine.groups[0].pool
+    a = engine.add("a", 60)
+    engine.step((a, 8))
+    src, dst = slots_of(engine, a, 0, 8), torch.arange(100, 108)
+    for source in (pool.k_source, pool.v_source):
+        assert source is not None
+        for layer in source.layers:
+            layer[dst] = layer[src]
+    # One layer of one token was left out.
+    assert pool.v_source is not None
+    pool.v_source.layers[1][103] = 0
+    engine.manager.move(pool, src, dst, owner=a.owner)
+    engine.manager.scrub()
+    assert {(r.slot, r.reasons) for r in engine.found()} == {(103, ("SEAL_V",))}
+
+
+def test_swapped_slots_keep_their_seals() -> None:
+    engine = sealed_engine()
+    pool = engine.groups[0].pool
+    a = engine.add("a", 60)
+    engine.step((a, 8))
+    src = slots_of(engine, a, 0, 8)
+    dst = src.flip(0)
+    for source in (pool.k_source, pool.v_source):
+        assert source is not None
+        for layer in source.layers:
+            layer[dst] = layer[src].clone()
+    engine.manager.move(pool, src, dst, owner=a.owner)
+    engine.manager.scrub()
+    assert engine.found() == []
+    scrub = engine.manager.summary().scrub
+    assert scrub is not None
+    assert (scrub.verified, scrub.unsealed) == (8, 0)
+
+
+def test_kv_that_is_adopted_is_sealed() -> None:
+    engine = sealed_engine()
+    engine.manager.adopt("full", torch.arange(50, 60), list(range(10)), owner=3)
+    engine.manager.scrub()
+    scrub = engine.manager.summary().scrub
+    assert scrub is not None
+    assert (scrub.verified, scrub.unsealed) == (10, 0)
+    damage(engine, "K", 55, layer=1, byte=30)
+    engine.manager.scrub()
+    assert [(r.slot, r.reasons) for r in engine.found()] == [(55, ("SEAL_K",))]
+
+
+@pytest.mark.parametrize("layers", [32, 80])
+def test_a_hundred_random_bits_are_found(layers: int) -> None:
+    sources = [kv_source(SLOTS, 256, layers=layers, read_bytes=16) for _ in range(2)]
+    pool = kc.KvPool(name="pool", num_slots=SLOTS, k_source=sources[0], v_source=sources[1], device="cpu")
+    engine = Engine([kc.BufferGroup(name="full", pool=pool)], kc.CanaryConfig(backend="reference", seals="layer"))
+    a = engine.add("a", 100)
+    engine.step((a, 50))
+    assert pool.seals is not None
+    # As fine as 0.3 % of the pool allows.
+    share = 8 * (4 + pool.seals.words.shape[1]) * SLOTS / pool.kv_bytes
+    assert share <= 0.003
+    rng = np.random.default_rng(layers)
+    expected = set()
+    for slot in slots_of(engine, a, 0, 50).tolist():
+        half, layer = ("K", "V")[int(rng.integers(2))], int(rng.integers(layers))
+        damage(engine, half, slot, layer, byte=int(rng.integers(256)), bit=int(rng.integers(8)))
+        expected.add((slot, f"SEAL_{half}"))
+    engine.manager.scrub()
+    found = engine.manager.reports
+    assert engine.manager.summary().violations == 50
+    assert {(r.slot, r.reasons[0]) for r in found} <= expected
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="kv-canary: CanaryConfig: seals must be off where track_lifetime is"):
+        kc.CanaryConfig(seals="layer", track_lifetime=False)
+    with pytest.raises(ValueError, match=r"kv-canary: CanaryConfig: scrub_share must be in \[0, 1\]"):
+        kc.CanaryConfig(scrub_share=2)
+    with pytest.raises(ValueError, match="kv-canary: CanaryConfig: seals must be one of layer, model, off"):
+        kc.CanaryConfig(seals="pages")  # type: ignore[arg-type]
