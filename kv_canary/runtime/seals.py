@@ -15,8 +15,8 @@ from kv_canary.runtime.summary import ScrubFacts
 
 # Steps from one piece of a scrub to the next: launches cost the host more than what they read costs the device.
 SCRUB_EVERY = 16
-# Bytes a second that a piece is taken to read before one has been timed.
-_UNKNOWN_BANDWIDTH = 100e9
+# Bytes a second that a piece is taken to read before one has been timed, on a GPU and on a CPU.
+_UNKNOWN_BANDWIDTH, _SLOW_BANDWIDTH = 100e9, 10e6
 # Seconds without a step that a piece makes up for, at most.
 _LONGEST = 1.0
 # As many slots as there are.
@@ -62,10 +62,11 @@ class Scrub:
         self._turns: list[tuple[BufferGroup, KvPool, PoolSeals]] = [
             (group, pool, pool.seals) for pool, group in groups.items() if pool.seals is not None
         ]
+        self._on_gpu = context.device.type == "cuda"
         self._turn, self._cursor = 0, 1
         self._checked = torch.zeros(3, dtype=torch.int64, device=context.device)
-        self._seen = torch.zeros(3, dtype=torch.int64, pin_memory=context.device.type == "cuda")
-        self._bandwidth = _UNKNOWN_BANDWIDTH
+        self._seen = torch.zeros(3, dtype=torch.int64, pin_memory=self._on_gpu)
+        self._bandwidth = _UNKNOWN_BANDWIDTH if self._on_gpu else _SLOW_BANDWIDTH
         self._timing: tuple[DeviceTimer, int] | None = None
         self._rounds, self._began, self._last_began = 0, time.monotonic(), 0.0
         self._last_piece = time.monotonic()
@@ -122,12 +123,15 @@ class Scrub:
                 backend=context.backend,
             )
 
-        if timer is None:
-            launch()
-        else:
+        if timer is not None:
             with timer.span():
                 launch()
             self._timing = timer, count * each
+        else:
+            began = time.monotonic()
+            launch()
+            if timed and not self._on_gpu:
+                self._timed(count * each, time.monotonic() - began)
         self._seen.copy_(self._checked, non_blocking=True)
         self._cursor += count
         if self._cursor >= pool.num_slots:
@@ -144,5 +148,9 @@ class Scrub:
         seconds = timer.seconds()
         if seconds is not None:
             self._timing = None
-            if seconds > 0:
-                self._bandwidth += (size / seconds - self._bandwidth) / 4
+            self._timed(size, seconds)
+
+    def _timed(self, size: int, seconds: float) -> None:
+        """Take in how long reading so many bytes took."""
+        if seconds > 0:
+            self._bandwidth += (size / seconds - self._bandwidth) / 4

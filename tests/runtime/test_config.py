@@ -17,6 +17,8 @@ TEXTS: dict[str, tuple[str, Any]] = {
     "read_bytes": ("64", 64),
     "verify_bytes_at_tail": ("1", True),
     "records": ("head_and_tail", "head_and_tail"),
+    "seals": ("model", "model"),
+    "scrub_share": ("0.01", 0.01),
     "stride": ("4", 4),
     "overhead_target": ("0.05", 0.05),
     "max_stride": ("8", 8),

@@ -236,6 +236,7 @@ def test_the_summary_is_ready_for_json() -> None:
         "unverified": 0,
         "failures": {},
         "dropped": engine.manager.summary().dropped,
+        "scrub": None,
     }
     assert reports[0].as_dict()["reasons"] == ("K",)
     assert reports[0].as_dict()["record"]["position"] == 1
