@@ -144,6 +144,26 @@ def test_what_engines_do_is_no_damage(backend: str, records: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_forward_that_is_given_up_leaves_no_seal_of_what_it_wrote(backend: str) -> None:
+    group = kc.BufferGroup(name="ring", pool=make_pool(read_bytes=1), window=3, ring=True)
+    engine = Engine([group], kc.CanaryConfig(backend=backend, seals="layer"))
+    a = engine.add("a", 40)
+    for count in (4, 1, 1):
+        engine.step((a, count))
+    batch = engine.batch((a, 1))
+    # The oldest token's slot is written, and nobody records that.
+    engine.forward.begin(batch)
+    engine.forward.head()
+    engine.write_bytes(batch)
+    engine.forward.abort()
+    engine.manager.scrub()
+    assert [r.sentence for r in engine.found()] == []
+    scrub = engine.manager.summary().scrub
+    assert scrub is not None
+    assert (scrub.verified, scrub.unsealed) == (3, 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_damage_on_the_way_of_a_copy_is_found(backend: str) -> None:
     engine = sealed_engine(backend=backend, num_slots=256)
     pool = engine.groups[0].pool
