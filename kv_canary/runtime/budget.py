@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import deque
 from dataclasses import dataclass
@@ -39,6 +40,21 @@ class _Seen:
         self.steps = np.full(max_rows, -2, np.int64)
         # The last composition, by its number, and the step that it was in.
         self.last = 0, -2
+        # What was in it, where that is not noted row by row yet.
+        self.at: BatchRequests | None = None
+
+    def settle(self) -> None:
+        """Note row by row what was in the last step."""
+        at, self.at = self.at, None
+        if at is not None:
+            self.steps[at.rows], self.lengths[at.rows] = self.last[1], at.ends
+
+
+@functools.lru_cache(maxsize=256)
+def _all(count: int, stride: int) -> Int64s:
+    strides = np.full(count, stride, np.int64)
+    strides.setflags(write=False)
+    return strides
 
 
 class Budget:
@@ -81,13 +97,17 @@ class Budget:
         seen = self._seen.get(forward)
         if seen is None:
             seen = self._seen[forward] = _Seen(self._max_rows)
+        if seen.at is not None and requests.previous is seen.at and seen.last == (number, step - 1):
+            # As many as there are behind the last step.
+            seen.at, seen.last = requests, (number, step)
+            return _all(len(rows), self.stride)
+        seen.settle()
         went_on = requests.prefix <= seen.lengths[rows]
         if seen.last != (number, step - 1):
             went_on &= (seen.owners[rows] == requests.owners) & (seen.steps[rows] >= step - 1)
             went_on &= seen.identities[rows] == requests.composition.identities
             seen.owners[rows], seen.identities[rows] = requests.owners, requests.composition.identities
-        seen.last = number, step
-        seen.steps[rows], seen.lengths[rows] = step, requests.prefix + requests.extend
+        seen.last, seen.at = (number, step), requests
         return np.where(went_on, self.stride, 1)
 
     def forget(self, forward: str) -> None:

@@ -117,10 +117,15 @@ class BatchRequests(Sequence[ForwardRequest]):
         table_rows: int64 [requests], of the tables of this forward; None: the rows.
         newest: int64 [requests] own token before each prefix, where the adapter has them at hand; None: it is asked.
 
-    `rows` and `owners` are those of the composition.
+    Attributes:
+        rows, owners: those of the composition.
+        previous: the same requests a decode step ago, each with one token less; None: that is not known, or known no
+            more, which it is not of those that are `previous` themselves.
     """
 
     __slots__ = (
+        "_ends",
+        "_longest",
         "_num_cached",
         "_num_tokens",
         "composition",
@@ -129,6 +134,7 @@ class BatchRequests(Sequence[ForwardRequest]):
         "owners",
         "pending",
         "prefix",
+        "previous",
         "rows",
         "table_rows",
     )
@@ -146,7 +152,28 @@ class BatchRequests(Sequence[ForwardRequest]):
         self.composition, self.prefix, self.extend, self.pending = composition, prefix, extend, pending
         self.table_rows = table_rows
         self.newest_of_all, self.rows, self.owners = newest, composition.rows, composition.owners
-        self._num_tokens = self._num_cached = -1
+        self._num_tokens = self._num_cached = self._longest = -1
+        self._ends: Int64s | None = None
+        self.previous: BatchRequests | None = None
+
+    def following(self, newest: Int64s) -> BatchRequests:
+        """Return the same requests in the next decode step, one token longer each.
+
+        Args:
+            newest: int64 [requests] own token before each of their prefixes.
+
+        Raises:
+            ValueError: these do not write one token each, in rows of the tables that are their own.
+        """
+        count = len(self.rows)
+        if self.num_tokens != count or self.pending is not None or self.table_rows is not None:
+            raise ValueError("kv-canary: requests: following must be asked of a decode step, got another")
+        following = BatchRequests(self.composition, prefix=self.ends, extend=self.extend, newest=newest)
+        following._num_tokens, following._num_cached = count, self.num_cached + count
+        following._longest, following.previous = self.longest + 1, self
+        # Else each would keep all before it.
+        self.previous = None
+        return following
 
     @classmethod
     def of(cls, requests: Sequence[ForwardRequest]) -> BatchRequests:
@@ -184,6 +211,20 @@ class BatchRequests(Sequence[ForwardRequest]):
         if self._num_cached < 0:
             self._num_cached = int(np.add.reduce(self.prefix))
         return self._num_cached
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prefix."""
+        if self._longest < 0:
+            self._longest = int(self.prefix.max(initial=0))
+        return self._longest
+
+    @property
+    def ends(self) -> Int64s:
+        """int64 [requests] tokens in the cache behind the forward."""
+        if self._ends is None:
+            self._ends = self.prefix + self.extend
+        return self._ends
 
     @property
     def there(self) -> Int64s:

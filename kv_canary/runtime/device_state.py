@@ -12,7 +12,7 @@ from kv_canary.constants import ANCHOR, Tag
 from kv_canary.runtime.composition import BatchRequests, Int64s
 from kv_canary.runtime.host import Mailbox, Numbers, let_go, send
 from kv_canary.runtime.replays import Replays, layout_of, round_up, rounded
-from kv_canary.runtime.tails import Advance, Progress, Tails, anchor_of, ones, segments_of
+from kv_canary.runtime.tails import FEW, Advance, Progress, Tails, anchor_of, flat_of, ones, segments_of
 from kv_canary.specs.structures import ViolationLog
 from kv_canary.specs.violation_row import VIOLATION_WORDS
 
@@ -153,37 +153,39 @@ class CanaryDeviceState:
         for tails, which, lists in segments:
             where = {"anchors": self.anchors, "tails": tails.chains}
             if self._together:
-                where = self._where(requests.prefix[which])
+                where = self._where(_longest(requests.prefix[which]))
             tails.progress.advanced(requests, which)
             if may_wait and self._together and len(lists[0]) <= MOST_REPLAYED:
                 flat, offsets, rows, starts = lists
                 return Advance(flat=flat, offsets=offsets, rows=rows, starts=starts, where=where)
             self._run("chain_tails", lists, where, backend)
         if tokens is not None:
-            self._run("scatter_token_ids", tokens, {"pool": self._token_pool_for(requests.prefix[missing])}, backend)
+            self._run(
+                "scatter_token_ids", tokens, {"pool": self._token_pool_for(_longest(requests.prefix[missing]))}, backend
+            )
             self._tokens.advanced(requests, missing)
         return None
 
     def no_advance(self) -> Advance:
         """Return what brings up no row."""
         none = np.zeros(0, np.int64)
-        return Advance(flat=none, offsets=ones(0), rows=none, starts=none, where=self._where(none))
+        return Advance(flat=none, offsets=ones(0), rows=none, starts=none, where=self._where(0))
 
     def warm_up(self, *, backend: str | None) -> None:
         """Bring up no row, by every launch that may be made for some, so that all kernels are compiled."""
         for tokens in [*rounded(MOST_REPLAYED), MOST_REPLAYED + 1]:
             lists = np.zeros(tokens, np.int64), ones(1), np.zeros(1, np.int64), np.zeros(1, np.int64)
             for tails in self.tails.values():
-                where = self._where(lists[2]) if self._together else {"anchors": self.anchors, "tails": tails.chains}
+                where = self._where(0) if self._together else {"anchors": self.anchors, "tails": tails.chains}
                 self._run("chain_tails", lists, where, backend)
             if self.token_pool is not None and not self._together:
                 self._run("scatter_token_ids", lists, {"pool": self.token_pool}, backend)
 
-    def _where(self, prefix: Int64s) -> dict[str, torch.Tensor]:
-        """Return what a launch works on that brings up tails and tokens alike, of requests with such prefixes."""
+    def _where(self, longest: int) -> dict[str, torch.Tensor]:
+        """Return what a launch works on that brings up tails and tokens alike, to prefixes of so many at most."""
         where = {"anchors": self.anchors, "tails": self.tails[0].chains}
         if self.token_pool is not None:
-            where["pool"] = self._token_pool_for(prefix)
+            where["pool"] = self._token_pool_for(longest)
         return where
 
     def _one_token_each(self, requests: BatchRequests) -> Advance | None:
@@ -194,7 +196,7 @@ class CanaryDeviceState:
         starts = self.one_behind(requests)
         if starts is None:
             return None
-        where = self._where(requests.prefix)
+        where = self._where(requests.longest)
         self.went_on(requests)
         return Advance(flat=newest, offsets=ones(len(newest)), rows=requests.rows, starts=starts, where=where)
 
@@ -218,25 +220,46 @@ class CanaryDeviceState:
         Raises:
             ValueError: a request gives fewer tokens than it was asked for; then no row has changed.
         """
+        if not self._together:
+            return
+        if len(requests) <= FEW:
+            self._few_go_ahead(requests, backend=backend)
+            return
         which = (requests.extend > 1).nonzero()[0]
         starts = self._tokens.lengths(requests.rows[which])
-        if not self._together or not len(which) or (starts != requests.prefix[which]).any():
+        if not len(which) or (starts != requests.prefix[which]).any():
             return
-        ends = requests.prefix + requests.extend - 1
+        ends = requests.ends - 1
         ahead = BatchRequests(requests.composition, prefix=ends, extend=requests.extend)
         lists = segments_of(ahead, which, starts)
-        self._run("chain_tails", lists, self._where(ends[which]), backend)
+        self._run("chain_tails", lists, self._where(_longest(ends[which])), backend)
         self._tokens.went_ahead(requests.rows[which], ends[which])
+
+    def _few_go_ahead(self, requests: BatchRequests, *, backend: str | None) -> None:
+        rows, starts, ends, spans = list[int](), list[int](), list[int](), list[tuple[int, int, int]]()
+        columns = (requests.rows.tolist(), requests.prefix.tolist(), requests.extend.tolist())
+        for i, (row, prefix, extend) in enumerate(zip(*columns, strict=True)):
+            if extend > 1:
+                if not self._tokens.is_at(row, prefix):
+                    return
+                rows.append(row)
+                starts.append(prefix)
+                ends.append(prefix + extend - 1)
+                spans.append((i, prefix, ends[-1]))
+        if rows:
+            lists = *flat_of(requests, spans), rows, starts
+            self._run("chain_tails", lists, self._where(max(ends)), backend)
+            self._tokens.went_ahead(rows, ends)
 
     def went_on(self, requests: BatchRequests) -> None:
         """Take in that a launch brings up the rows of the requests, of which `one_behind` knew."""
         self._tokens.went_on(requests)
 
-    def _token_pool_for(self, prefix: Int64s) -> torch.Tensor:
-        """Return the token table, with room for such prefixes where it may still grow."""
+    def _token_pool_for(self, longest: int) -> torch.Tensor:
+        """Return the token table, with room for a prefix of so many where it may still grow."""
         if self.token_pool is None:
             raise RuntimeError("kv-canary: the token table must be kept, got none")
-        longest = int(prefix.max(initial=0)) + self.lookahead
+        longest += self.lookahead
         if longest > self.token_pool.shape[1] and not self._table_is_final:
             self.token_pool = widen(self.token_pool, longest)
         return self.token_pool
@@ -316,6 +339,10 @@ class CanaryDeviceState:
         there, anchors = send(self.device, rows, [anchor_of(word) for word in identities.tolist()])
         self.anchors[there] = anchors
         self._anchored[rows], self._is_anchored[rows] = identities, True
+
+
+def _longest(prefix: Int64s) -> int:
+    return int(prefix.max(initial=0))
 
 
 def widen(table: torch.Tensor, length: int) -> torch.Tensor:

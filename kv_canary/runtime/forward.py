@@ -353,7 +353,9 @@ class SingleForwardManager:
             if not repetition.is_valid:
                 del self._repetitions[size]
                 return False
-            self._check_numbers(requests, None)
+            # What follows on numbers that were right, is.
+            if requests.previous is None or requests.composition.number != self._checked:
+                self._check_numbers(requests, None)
             if not repetition.begin(requests):
                 return False
             self._repetition, self._written, self._captured, self._is_late = repetition, out_slots, None, True

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kv_canary.runtime.batch import ForwardBatch, ModelInputs, WatchedForward, num_read
-from kv_canary.runtime.composition import BatchRequests
+from kv_canary.runtime.composition import BatchRequests, Int64s
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.drain import Sheet
 from kv_canary.runtime.host import pinned
@@ -34,8 +34,9 @@ class Lap:
     def __init__(self, replays: Replays, whole: torch.Tensor, sheet: Sheet, *, head: Launch, tail: Launch) -> None:
         numbers = pinned(len(whole), whole.device)
         self.numbers, self.sheet = numbers.numpy(), sheet
-        # The step that it was in last, and the number of the composition that its numbers are of.
+        # The step that it was in last, the number of the composition that its numbers are of, and its strides.
         self.step, self.of = 0, 0
+        self.strides: Int64s | None = None
 
         def begin() -> None:
             whole.copy_(numbers, non_blocking=True)
@@ -93,8 +94,9 @@ class Repetition:
         self._memory = [(x, x.table, x.made) for x in launches]
         self._full = [x.room for x in launches if not x.group.window]
         self._windowed = [x for x in launches if x.group.window]
-        # The composition of the last step, by its number, and the longest prefix in it.
-        self._of, self._longest = 0, 0
+        # The first words of what is sent at every step.
+        at = numbers.at
+        self._at = at["step"], at["prefix"], at["flat"], at["starts"]
 
     @property
     def sheet(self) -> Sheet:
@@ -121,12 +123,8 @@ class Repetition:
             return False
         if (requests.table_rows is not None) != ("table_rows" in self.numbers.at):
             return False
-        composition, prefix, count = requests.composition, requests.prefix, len(newest)
-        if self._of != composition.number:
-            self._of, self._longest = composition.number, int(prefix.max())
-        else:
-            self._longest += 1
-        if requests.num_tokens != count or (self._width and self._longest > self._width):
+        composition, count = requests.composition, len(newest)
+        if requests.num_tokens != count or (self._width and requests.longest > self._width):
             return False
         starts = state.one_behind(requests)
         if starts is None:
@@ -146,25 +144,25 @@ class Repetition:
             lap.step, self._lap = state.number, lap
             sent, at = lap.numbers, self.numbers.at
             if lap.of != composition.number:
-                lap.of, sent[:] = composition.number, 0
+                lap.of, lap.strides, sent[:] = composition.number, None, 0
                 sent[at["check_positions"]] = 1
                 unit, rows = ones(count), requests.rows
                 columns = (("rows", rows), ("owners", requests.owners), ("extend", requests.extend), ("its_rows", rows))
                 for name, column in (*columns, ("offsets", unit)):
                     sent[at[name] : at[name] + len(column)] = column
-            sent[at["step"]] = state.number
-            begin = at["prefix"]
-            sent[begin : begin + count] = prefix
-            begin = at["flat"]
-            sent[begin : begin + count] = newest
-            begin = at["starts"]
-            sent[begin : begin + count] = starts
+            step, begin_prefix, begin_flat, begin_starts = self._at
+            sent[step] = state.number
+            sent[begin_prefix : begin_prefix + count] = requests.prefix
+            sent[begin_flat : begin_flat + count] = newest
+            sent[begin_starts : begin_starts + count] = starts
             if requests.table_rows is not None:
                 begin = at["table_rows"]
                 sent[begin : begin + count] = requests.table_rows
             if "strides" in at:
-                begin = at["strides"]
-                sent[begin : begin + count] = steps.budget.strides(self._forward.name, requests, step=state.number)
+                strides = steps.budget.strides(self._forward.name, requests, step=state.number)
+                if strides is not lap.strides:
+                    begin = at["strides"]
+                    sent[begin : begin + count], lap.strides = strides, strides
             if steps.shows_forwards:
                 self.batch = dataclasses.replace(self.batch, requests=requests)
         except BaseException:

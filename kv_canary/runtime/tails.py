@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,10 @@ import torch
 from kv_canary.constants import ANCHOR, MASK64, to_signed
 from kv_canary.hashing import mix
 from kv_canary.runtime.composition import BatchRequests, Int64s
+
+# Requests that are gone through one by one.
+FEW = 8
+_NOTHING = np.zeros(0, np.int64)
 
 
 class Progress:
@@ -22,9 +26,18 @@ class Progress:
         self._row_of: dict[int, int] = {}
         # The number of a composition all of whose requests have their rows; 0: it is not known of any.
         self._whole = 0
+        # Requests whose rows are at their prefixes, which is not noted yet.
+        self._at: BatchRequests | None = None
+
+    def _settle(self) -> None:
+        """Note how far the rows have come of which that is known."""
+        at, self._at = self._at, None
+        if at is not None:
+            self._lengths[at.rows] = at.prefix
 
     def behind(self, requests: BatchRequests) -> tuple[Int64s, Int64s]:
         """Return which requests' rows are not at their prefixes, and the lengths to go on from."""
+        self._settle()
         rows, prefix, composition = requests.rows, requests.prefix, requests.composition
         lengths = self._lengths[rows]
         if composition.number != self._whole:
@@ -41,6 +54,9 @@ class Progress:
 
     def one_behind(self, requests: BatchRequests) -> Int64s | None:
         """Return the lengths of the requests' rows where each is one token behind its prefix; None: not all are."""
+        if self._at is not None and requests.previous is self._at:
+            return self._at.prefix
+        self._settle()
         rows, composition = requests.rows, requests.composition
         if composition.number != self._whole:
             same = self._owners[rows] == requests.owners
@@ -53,6 +69,7 @@ class Progress:
 
     def forget(self, rows: Int64s) -> None:
         """Let `rows` start anew."""
+        self._settle()
         self._whole = 0
         for values in (self._owners, self._identities, self._lengths):
             values[rows] = 0
@@ -63,18 +80,28 @@ class Progress:
 
     def lengths(self, rows: Int64s) -> Int64s:
         """Return how many tokens of each of `rows` are in."""
+        self._settle()
         return self._lengths[rows]
+
+    def is_at(self, row: int, length: int) -> bool:
+        """Whether so many tokens of a row are in."""
+        self._settle()
+        return bool(self._lengths[row] == length)
 
     def went_on(self, requests: BatchRequests) -> None:
         """Note that the rows of the requests, of which `one_behind` knew, are at their prefixes."""
-        self._lengths[requests.rows] = requests.prefix
+        if self._at is not requests.previous:
+            self._settle()
+        self._at = requests
 
-    def went_ahead(self, rows: Int64s, lengths: Int64s) -> None:
+    def went_ahead(self, rows: Int64s | list[int], lengths: Int64s | list[int]) -> None:
         """Note that rows have come further than their requests' prefixes."""
+        self._settle()
         self._lengths[rows] = lengths
 
     def advanced(self, requests: BatchRequests, which: Int64s) -> None:
         """Note that the rows of these requests are at their prefixes."""
+        self._settle()
         rows, owners = requests.rows[which], requests.owners[which]
         if requests.composition.number == self._whole:
             self._lengths[rows] = requests.prefix[which]
@@ -143,7 +170,17 @@ def ones(count: int) -> Int64s:
 def segments_of(
     requests: BatchRequests, which: Int64s, starts: Int64s, *, offset: int = 0, more: int = 0
 ) -> tuple[Int64s, ...]:
-    """Return flat tokens, offsets, rows and starts of what is missing up to each prefix, and `more` tokens of it."""
+    """Return flat tokens, offsets, rows and starts of what is missing up to each prefix, and `more` tokens of it.
+
+    Raises:
+        ValueError: a request gives fewer tokens than it was asked for.
+    """
+    if len(which) <= FEW:
+        spans = [
+            (i, start + offset, int(requests.prefix[i]) + offset + more)
+            for i, start in zip(which.tolist(), starts.tolist(), strict=True)
+        ]
+        return *flat_of(requests, spans), requests.rows[which], starts
     rows, firsts, lasts = requests.rows[which], starts + offset, requests.prefix[which] + offset + more
     counts = lasts - firsts
     if len(which) == len(requests) and (counts == 1).all():
@@ -162,11 +199,36 @@ def segments_of(
     rest = (counts != 1 if newest is not None else counts >= 0).nonzero()[0]
     for n, i in zip(rest.tolist(), which[rest].tolist(), strict=True):
         first, last = int(firsts[n]), int(lasts[n])
-        tokens = requests.tokens(i, first, last)
-        if len(tokens) != last - first:
-            raise ValueError(
-                f"kv-canary: request {requests[i].request_id}: tokens({first}, {last}) must be "
-                f"{last - first} tokens, got {len(tokens)}"
-            )
-        flat[offsets[n] : offsets[n + 1]] = tokens
+        flat[offsets[n] : offsets[n + 1]] = _own(requests, i, first, last)
     return flat, offsets, rows, starts
+
+
+def flat_of(requests: BatchRequests, spans: Sequence[tuple[int, int, int]]) -> tuple[Int64s, Int64s]:
+    """Return the own tokens of some requests one behind the other, and the offsets of each.
+
+    For a few: arrays cost more than loops there.
+
+    Args:
+        requests: of a forward.
+        spans: the place of each of them among these, and its first token and the one behind its last.
+
+    Raises:
+        ValueError: a request gives fewer tokens than it was asked for.
+    """
+    texts, offsets = [], [0]
+    for i, first, last in spans:
+        texts.append(np.array(_own(requests, i, first, last), np.int64))
+        offsets.append(offsets[-1] + last - first)
+    flat = texts[0] if len(texts) == 1 else np.concatenate([*texts, _NOTHING])
+    return flat, np.array(offsets, np.int64)
+
+
+def _own(requests: BatchRequests, i: int, first: int, last: int) -> Sequence[int]:
+    """Return own tokens [first, last) of the i-th request."""
+    tokens = requests.tokens(i, first, last)
+    if len(tokens) != last - first:
+        raise ValueError(
+            f"kv-canary: request {requests[i].request_id}: tokens({first}, {last}) must be "
+            f"{last - first} tokens, got {len(tokens)}"
+        )
+    return tokens

@@ -210,7 +210,7 @@ def test_others_are_verified_in_a_forward_that_leaves_one_out(llama, monkeypatch
     slot = int(scheduler.req_to_token_pool.req_to_token[victim.kv.req_pool_idx, 9])
     scheduler.tp_worker.model_runner.token_to_kv_pool.k_buffer[0][slot] += 1
     real, noted = session.Session.forward, batches.noted
-    monkeypatch.setattr(compose, "requests_of", lambda *_, **__: None)
+    monkeypatch.setattr(compose.Composer, "requests", lambda *_, **__: None)
     monkeypatch.setattr(batches, "noted", lambda batch: tuple(without(w, first) for w in noted(batch)))
     step = session.current().manager.step
     engine.step(scheduler)
@@ -244,7 +244,7 @@ def fail_at_random(monkeypatch: pytest.MonkeyPatch, rng: random.Random, share: f
         (identities.Identities, "of"),
         (batches.Describer, "describe"),
         (compose.Composer, "compose"),
-        (compose, "requests_of"),
+        (compose.Composer, "requests"),
         (lifetime.Lifetime, "take"),
         (lifetime.Lifetime, "_note"),
         (lifetime.Lifetime, "_keep"),
@@ -294,7 +294,7 @@ def test_failures_at_random_change_no_output_and_give_no_alarm(llama, monkeypatc
         scheduler.get_internal_state(None)
     monkeypatch.undo()
     assert len(failed) > 8
-    assert {"write", "compose", "requests_of", "status"} <= set(failed)
+    assert {"write", "compose", "requests", "status"} <= set(failed)
     found = state()
     assert (found["off"], found["violations"]) == ("", 0)
     assert found["skipped"] > 5

@@ -151,7 +151,7 @@ class Describer:
         *,
         owners: Owners,
         identities: Identities,
-        tokens_of: Callable[[Any], Callable[[int, int], list[int]]],
+        tokens_of: Callable[[Any], Callable[[int, int], Sequence[int]]],
         known: Callable[[Any], int],
         lookahead: int,
         overlap: bool,
@@ -270,10 +270,10 @@ class Describer:
         return described, more
 
 
-def own_tokens(req: Any) -> Callable[[int, int], list[int]]:
+def own_tokens(req: Any) -> Callable[[int, int], Sequence[int]]:
     """Return a function that gives a request's own tokens, prompt first; it follows the request as it grows."""
 
-    def tokens(start: int, end: int) -> list[int]:
+    def tokens(start: int, end: int) -> Sequence[int]:
         return _concatenated(req.origin_input_ids, req.output_ids)(start, end)
 
     return tokens
@@ -284,12 +284,15 @@ def known_tokens(req: Any) -> int:
     return len(req.origin_input_ids) + len(req.output_ids)
 
 
-def _concatenated(prompt: Sequence[int], output: Sequence[int]) -> Callable[[int, int], list[int]]:
-    def tokens(start: int, end: int) -> list[int]:
+def _concatenated(prompt: Sequence[int], output: Sequence[int]) -> Callable[[int, int], Sequence[int]]:
+    def tokens(start: int, end: int) -> Sequence[int]:
         n = len(prompt)
+        # As they are, mostly an array: a list of so many numbers takes longer than all else.
         if start >= n:
-            return list(output[start - n : end - n])
-        return list(prompt[start:end]) + list(output[: max(0, end - n)])
+            return output[start - n : end - n]
+        if end <= n:
+            return prompt[start:end]
+        return [*prompt[start:end], *output[: end - n]]
 
     return tokens
 

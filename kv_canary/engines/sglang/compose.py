@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 from operator import attrgetter, getitem
 from typing import Any
 
 import numpy as np
 
+from kv_canary.constants import to_signed
 from kv_canary.engines.sglang import batches
 from kv_canary.engines.sglang.identities import Identities
 from kv_canary.runtime.composition import BatchRequests, Composition, Int64s
 
 # Lists of requests whose prompts' lengths are remembered: those that prefill and those that decode, now and before.
 _MOST_LISTS = 4
+# Rows that are taken in between two looks at whose requests have ended.
+_MOST_TAKEN = 256
 _PROMPT, _OUTPUT = attrgetter("origin_input_ids"), attrgetter("output_ids")
 
 
@@ -68,8 +70,61 @@ class Requests:
         return batches.was_discarded(member, length)
 
 
+@functools.lru_cache(maxsize=256)
+def _ones(count: int) -> Int64s:
+    ones = np.ones(count, np.int64)
+    ones.setflags(write=False)
+    return ones
+
+
+class _Rows:
+    """The requests of the scheduler's rows, and what of them stays as long as they run.
+
+    Attributes:
+        owners, identities, prompts: int64 [rows], of the request that is known of each row; the last are lengths.
+    """
+
+    def __init__(self) -> None:
+        self._members: list[Any] = []
+        self.owners, self.identities, self.prompts = (np.zeros(0, np.int64) for _ in range(3))
+        # Rows that were taken in since those of requests that have ended were let go of.
+        self._taken = 0
+
+    def missing(self, reqs: Sequence[Any], rows: Sequence[int]) -> list[int]:
+        """Return the places of requests that are not known to have these rows."""
+        if max(rows, default=0) >= len(self._members):
+            self._grow(max(rows) + 1)
+        there = list(map(self._members.__getitem__, rows))
+        if there == reqs:
+            return []
+        return [i for i, (known, req) in enumerate(zip(there, reqs, strict=True)) if known is not req]
+
+    def take(self, row: int, req: Any, *, owner: int, identity: int) -> None:
+        """Take in whose a row is."""
+        self._members[row], self.prompts[row] = req, len(_PROMPT(req))
+        self.owners[row], self.identities[row] = owner, to_signed(identity)
+        self._taken += 1
+
+    def let_go(self, compositions: Iterable[Composition | None]) -> None:
+        """Keep no request but those of these compositions, now and then."""
+        if self._taken < _MOST_TAKEN:
+            return
+        self._taken, kept = 0, [None] * len(self._members)
+        for composition in compositions:
+            for row in () if composition is None else composition.rows.tolist():
+                kept[row] = self._members[row]
+        self._members = kept
+
+    def _grow(self, rows: int) -> None:
+        more = max(rows, 2 * len(self._members)) - len(self._members)
+        self._members += [None] * more
+        self.owners, self.identities, self.prompts = (
+            np.concatenate([x, np.zeros(more, np.int64)]) for x in (self.owners, self.identities, self.prompts)
+        )
+
+
 class Composer:
-    """Makes each batch's composition from that of the batch before.
+    """Makes the compositions of batches, and their lengths from those of the step before.
 
     Args:
         owners: the requests' serial numbers.
@@ -78,57 +133,89 @@ class Composer:
 
     def __init__(self, owners: batches.Owners, identities: Identities) -> None:
         self._owners, self._identities, self._source = owners, identities, Requests()
+        self._rows = _Rows()
         # Batches that decode come again and again, with those that prefill between them.
         self._decoding, self._others = _List(), _List()
 
     def compose(self, schedule_batch: Any) -> Composition | None:
         """Return the composition of a batch; None where one of its requests has no row that the adapter knows."""
         reqs, mirror = schedule_batch.reqs, schedule_batch.req_pool_indices_cpu
-        decodes = schedule_batch.forward_mode.is_decode()
-        mine, other = (self._decoding, self._others) if decodes else (self._others, self._decoding)
+        mine = self._decoding if schedule_batch.forward_mode.is_decode() else self._others
         # The scheduler makes a new mirror where rows change.
         if mine.composition is not None and reqs == mine.reqs and mine.has_rows(mirror):
             return mine.composition
-        rows, owners, identities, prompts = (np.zeros(len(reqs), np.int64) for _ in range(4))
-        unknown = np.arange(len(reqs))
-        for known in (mine, other):
-            if known.composition is not None and len(unknown):
-                asked = reqs if len(unknown) == len(reqs) else [reqs[i] for i in unknown.tolist()]
-                place = np.fromiter(map(known.index.get, asked, repeat(-1)), np.int64, len(asked))
-                old = place >= 0
-                at, place = unknown[old], place[old]
-                rows[at] = known.composition.rows[place]
-                owners[at] = known.composition.owners[place]
-                identities[at] = known.composition.identities[place]
-                prompts[at] = self._source.prompts(known.composition.members)[place]
-                unknown = unknown[~old]
-        # A request that was put off has another row when it comes again.
-        new = unknown.tolist()
-        if not self._read_rows(reqs, rows, new):
-            return None
-        if not _is(rows, mirror) and not self._read_rows(reqs, rows, range(len(reqs))):
-            return None
-        for i in new:
-            owners[i] = self._owners.owner(reqs[i])
-            identities[i] = np.uint64(self._identities.of(reqs[i])).astype(np.int64)
-            prompts[i] = len(_PROMPT(reqs[i]))
-        composition = Composition(reqs, rows=rows, owners=owners, identities=identities, source=self._source)
-        self._source.know(composition.members, prompts)
+        rows = [] if mirror is None else mirror.tolist()
+        if not self._know(reqs, rows):
+            # The scheduler keeps no rows of the batch, or others than its requests say.
+            said = [batches.row_of(req) for req in reqs]
+            rows = [row for row in said if row is not None]
+            if len(rows) < len(said) or not self._know(reqs, rows):
+                return None
+        known, at = self._rows, np.array(rows, np.int64)
+        composition = Composition(
+            reqs, rows=at, owners=known.owners[at], identities=known.identities[at], source=self._source
+        )
+        self._source.know(composition.members, known.prompts[at])
         mine.take(reqs, composition)
+        known.let_go((self._decoding.composition, self._others.composition))
         return composition
 
-    def _read_rows(self, reqs: Sequence[Any], rows: Int64s, which: Iterable[int]) -> bool:
-        """Set the rows of some requests; return False where one has none that the adapter knows."""
-        for i in which:
-            row = batches.row_of(reqs[i])
-            if row is None:
+    def _know(self, reqs: Sequence[Any], rows: Sequence[int]) -> bool:
+        """Take in the requests that are new; return False where these are not the rows that they say they have."""
+        if len(rows) != len(reqs) or min(rows, default=0) < 0:
+            return False
+        for i in self._rows.missing(reqs, rows):
+            req = reqs[i]
+            if batches.row_of(req) != rows[i]:
                 return False
-            rows[i] = row
+            self._rows.take(rows[i], req, owner=self._owners.owner(req), identity=self._identities.of(req))
         return True
+
+    def requests(self, forward_batch: Any, *, lookahead: int) -> BatchRequests | None:
+        """Return the requests of a forward that has been composed; None: they have to be described one by one.
+
+        Args:
+            forward_batch: without beams and speculation.
+            lookahead: tokens past its prefix that have to be known of a request.
+
+        Raises:
+            UnknownKindError: as `batches.lengths`.
+        """
+        composition = batches.composed(forward_batch)
+        if composition is None:
+            return None
+        lengths, newest = forward_batch.seq_lens_cpu, None
+        decodes = lengths is not None and forward_batch.forward_mode.is_decode()
+        if decodes:
+            if not lookahead and (following := self._decoding.following(composition, forward_batch)) is not None:
+                return following
+            # The new token is counted already.
+            prefix = np.subtract(lengths.numpy(), 1, dtype=np.int64)
+            extend = _ones(len(prefix))
+        else:
+            prefix, extend = np.array(batches.lengths(forward_batch), np.int64).reshape(-1, 2).T.copy()
+        if len(prefix) != len(composition):
+            return None
+        try:
+            if lookahead or not len(prefix) or np.minimum.reduce(prefix) <= 0:
+                known = np.fromiter(map(batches.known_tokens, composition.members), np.int64, len(composition))
+                has_all = not ((prefix > 0) & (known < prefix + lookahead)).any()
+            else:
+                newest = composition.source.newest(composition.members, prefix)
+                has_all = newest is not None
+        except (AttributeError, TypeError):
+            # Of another kind than the adapter knows: whose, is found one by one.
+            return None
+        if not has_all:
+            return None
+        requests = BatchRequests(composition, prefix=prefix, extend=extend, newest=newest)
+        if decodes:
+            self._decoding.begin(requests, self._source.prompts(composition.members))
+        return requests
 
     def forget(self) -> None:
         """Compose the next batch from nothing."""
-        self._decoding, self._others = _List(), _List()
+        self._rows, self._decoding, self._others = _Rows(), _List(), _List()
 
 
 class _List:
@@ -136,10 +223,14 @@ class _List:
 
     def __init__(self) -> None:
         self.reqs: list[Any] = []
-        self.index: dict[Any, int] = {}
         self.composition: Composition | None = None
         # What was last seen to hold its rows.
         self._mirror: Any = None
+        # Its requests in the last decode step; what each has generated, and the place of its newest token there.
+        self._last: BatchRequests | None = None
+        self._texts: list[Any] = []
+        self._at: list[int] = []
+        self._prompts = _ones(0)
 
     def has_rows(self, mirror: Any) -> bool:
         """Whether the composition's rows are those that the scheduler keeps of the batch on the host."""
@@ -149,9 +240,51 @@ class _List:
             self._mirror = mirror
         return True
 
+    def begin(self, requests: BatchRequests, prompts: Int64s) -> None:
+        """Take in a decode step that has been looked at request by request.
+
+        Args:
+            requests: in that step.
+            prompts: the lengths of their prompts.
+        """
+        self._last, self._texts = None, []
+        if requests.composition is self.composition:
+            self._last, self._prompts = requests, prompts
+
+    def following(self, composition: Composition, forward_batch: Any) -> BatchRequests | None:
+        """Return the requests of a decode step if each is one token longer than in the last one, None otherwise.
+
+        From one decode step of the same requests to the next, each has grown by a token at least: where all together
+        have grown by as many as they are, each has by one.
+
+        Args:
+            composition: of the step.
+            forward_batch: likewise, whose `seq_lens_sum` counts the new tokens.
+        """
+        last = self._last
+        if last is None or last.composition is not composition:
+            return None
+        self._last, count = None, len(composition)
+        if forward_batch.seq_lens_sum != last.num_cached + 2 * count:
+            return None
+        if self._texts:
+            self._at = [place + 1 for place in self._at]
+        else:
+            self._at = (last.prefix - self._prompts).tolist()
+            if min(self._at) < 0:
+                return None
+            self._texts = list(map(_OUTPUT, composition.members))
+        try:
+            newest = np.fromiter(map(getitem, self._texts, self._at), np.int64, count)
+        except IndexError:
+            # Not there yet, or elsewhere.
+            return None
+        self._last = requests = last.following(newest)
+        return requests
+
     def take(self, reqs: Sequence[Any], composition: Composition) -> None:
+        self._last, self._texts = None, []
         self.reqs, self.composition, self._mirror = list(reqs), composition, None
-        self.index = dict(zip(reqs, range(len(reqs)), strict=True))
 
 
 def _is(rows: Int64s, mirror: Any) -> bool:
@@ -160,45 +293,3 @@ def _is(rows: Int64s, mirror: Any) -> bool:
         return False
     there = mirror.numpy()
     return rows.shape == there.shape and bool(np.logical_and.reduce(rows == there))
-
-
-@functools.lru_cache(maxsize=256)
-def _ones(count: int) -> Int64s:
-    ones = np.ones(count, np.int64)
-    ones.setflags(write=False)
-    return ones
-
-
-def requests_of(forward_batch: Any, *, lookahead: int) -> BatchRequests | None:
-    """Return the requests of a forward that has been composed; None: they have to be described one by one.
-
-    Args:
-        forward_batch: without beams and speculation.
-        lookahead: tokens past its prefix that have to be known of a request.
-
-    Raises:
-        UnknownKindError: as `batches.lengths`.
-    """
-    composition = batches.composed(forward_batch)
-    if composition is None:
-        return None
-    newest = None
-    if forward_batch.forward_mode.is_decode() and forward_batch.seq_lens_cpu is not None:
-        # The new token is counted already.
-        prefix = np.subtract(forward_batch.seq_lens_cpu.numpy(), 1, dtype=np.int64)
-        extend = _ones(len(prefix))
-    else:
-        prefix, extend = np.array(batches.lengths(forward_batch), np.int64).reshape(-1, 2).T.copy()
-    if len(prefix) != len(composition):
-        return None
-    try:
-        if lookahead or not len(prefix) or np.minimum.reduce(prefix) <= 0:
-            known = np.fromiter(map(batches.known_tokens, composition.members), np.int64, len(composition))
-            has_all = not ((prefix > 0) & (known < prefix + lookahead)).any()
-        else:
-            newest = composition.source.newest(composition.members, prefix)
-            has_all = newest is not None
-    except (AttributeError, TypeError):
-        # Of another kind than the adapter knows: whose, is found one by one.
-        return None
-    return BatchRequests(composition, prefix=prefix, extend=extend, newest=newest) if has_all else None

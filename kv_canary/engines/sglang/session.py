@@ -381,7 +381,7 @@ class Session:
         """Return the requests of a forward in arrays; None: they have to be described one by one."""
         with self._describes:
             try:
-                return compose.requests_of(forward_batch, lookahead=self._lookahead)
+                return self._composer.requests(forward_batch, lookahead=self._lookahead)
             except batches.UnknownKindError:
                 # Of none of its requests, or of some: that is told where they are described.
                 return None

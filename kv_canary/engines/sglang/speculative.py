@@ -214,7 +214,7 @@ class Speculation:
         own = batches.own_tokens(req)
 
         def tokens(start: int, end: int) -> list[int]:
-            found = own(start, end)
+            found = list(own(start, end))
             for unread in self._unread.get(req, ()):
                 first = start + len(found) - unread.start
                 if len(found) < end - start and first >= 0:
