@@ -30,6 +30,7 @@ from kv_canary.specs.structures import WritePlan
 
 # Sizes of decode steps that are kept for repetition.
 _MOST_REPETITIONS = 32
+_INTEGERS = (torch.int32, torch.int64)
 # The requests of a forward that nothing is known of, or that is none.
 _NOBODY = BatchRequests.of(())
 
@@ -764,13 +765,16 @@ class SingleForwardManager:
 
     def _take_inputs(self, source: ForwardBatch | ModelInputs) -> None:
         """Copy what the model is given."""
-        self._inputs.in_place = None
-        self._copy_inputs(source.input_ids, source.positions)
-        for launches in self._launches:
-            _copy(launches.copied_slots, source.out_slots[launches.group.name])
+        inputs = self._inputs
+        inputs.in_place = None
+        pairs = [(x.copied_slots, source.out_slots[x.group.name]) for x in self._launches]
+        for buffer, tensor in ((inputs.input_ids, source.input_ids), (inputs.positions, source.positions)):
+            if tensor is not None:
+                pairs.append((buffer[: self._new_tokens], tensor))
         if source.lengths is not None:
-            _copy(self._inputs.given_lens, source.lengths)
-            _copy(self._inputs.given_rows, self._inputs.rows if source.rows is None else source.rows)
+            pairs.append((inputs.given_lens, source.lengths))
+            pairs.append((inputs.given_rows, inputs.rows if source.rows is None else source.rows))
+        _copy_all(pairs)
 
     def _slots_of(self, launches: GroupLaunches) -> torch.Tensor:
         """Return the slots that a forward that is given up may have written."""
@@ -843,6 +847,19 @@ class SingleForwardManager:
             if captured.is_given != (batch.lengths is not None):
                 expected = "given" if captured.is_given else "left out"
                 raise ValueError(must_be(part, "lengths", f"{expected}, as captured", "the other"))
+        for tensor in (batch.input_ids, batch.positions, batch.expected_input_ids, *batch.out_slots.values()):
+            if tensor is not None and (tensor.shape != (tokens,) or tensor.dtype not in _INTEGERS):
+                self._complain_of_flat(batch, tokens)
+        if batch.rows is not None and batch.lengths is None:
+            raise ValueError(must_be(part, "lengths", "given where rows are", "None"))
+        for argument, tensor in (("rows", batch.rows), ("lengths", batch.lengths)):
+            if tensor is not None and tensor.shape != (len(batch.requests),):
+                expected = f"of shape [{len(batch.requests)}] (the requests)"
+                raise ValueError(must_be(part, argument, expected, str(list(tensor.shape))))
+        self._check_numbers(batch.arrays, captured)
+
+    def _complain_of_flat(self, batch: ForwardBatch, tokens: int) -> None:
+        """Raise for the flat tensor that is not as it must be."""
         flat = {
             "input_ids": batch.input_ids,
             "positions": batch.positions,
@@ -854,16 +871,10 @@ class SingleForwardManager:
                 continue
             if tensor.shape != (tokens,):
                 expected = f"of shape [{tokens}] (the sum of extend_len)"
-                raise ValueError(must_be(part, argument, expected, str(list(tensor.shape))))
-            if tensor.dtype not in (torch.int32, torch.int64):
-                raise TypeError(must_be(part, argument, "of dtype int32 or int64", str(tensor.dtype)))
-        if batch.rows is not None and batch.lengths is None:
-            raise ValueError(must_be(part, "lengths", "given where rows are", "None"))
-        for argument, tensor in (("rows", batch.rows), ("lengths", batch.lengths)):
-            if tensor is not None and tensor.shape != (len(batch.requests),):
-                expected = f"of shape [{len(batch.requests)}] (the requests)"
-                raise ValueError(must_be(part, argument, expected, str(list(tensor.shape))))
-        self._check_numbers(batch.arrays, captured)
+                raise ValueError(must_be(f"forward {self.name}", argument, expected, str(list(tensor.shape))))
+            if tensor.dtype not in _INTEGERS:
+                got = str(tensor.dtype)
+                raise TypeError(must_be(f"forward {self.name}", argument, "of dtype int32 or int64", got))
 
     def _check_numbers(self, requests: BatchRequests, captured: CapturedForward | None) -> None:
         """Check rows and lengths."""
@@ -928,6 +939,20 @@ def _sizes(max_requests: int, max_tokens: int, *, inner: bool) -> Iterator[tuple
         for tokens in rounded(max_tokens):
             if tokens >= min(requests, max_tokens):
                 yield requests, tokens, False
+
+
+def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second of each pair into the front of the first, as `_copy`, by one launch where both are on a GPU."""
+    buffers, tensors = list[torch.Tensor](), list[torch.Tensor]()
+    for buffer, tensor in pairs:
+        if tensor.device != buffer.device or not tensor.is_cuda:
+            _copy(buffer, tensor)
+            continue
+        n = min(len(buffer), len(tensor))
+        buffers.append(buffer[:n])
+        tensors.append(tensor[:n])
+    if buffers:
+        torch._foreach_copy_(buffers, tensors)
 
 
 def _copy(buffer: torch.Tensor, tensor: torch.Tensor) -> None:

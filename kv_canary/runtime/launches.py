@@ -25,6 +25,9 @@ from kv_canary.specs.write import max_tiles
 # Columns of numbers that the host sends of every request, at most.
 _NUMBER_COLUMNS = 9
 
+# Cuts of what is posted whose places are remembered.
+_MOST_PLACES = 256
+
 # Verify entries that a group has room for before a forward needs more.
 _FEW_ENTRIES = 1024
 # So many that kernels go about them as they do about any more.
@@ -110,6 +113,7 @@ class ForwardInputs:
         self.in_place: ModelInputs | None = None
         self._posted: Sequence[torch.Tensor] = ()
         self._names: tuple[str, ...] = ()
+        self._places: dict[tuple[int, tuple[str, ...]], _Places] = {}
         self.arriving: Lengths | None = None
 
     def post(
@@ -150,16 +154,15 @@ class ForwardInputs:
 
     def _find(self, posted: Sequence[torch.Tensor]) -> None:
         """Take in where it lies."""
-        check, at, *rest = posted
-        self.step, self.check_positions = at[:1], check.view(torch.int32)[:1]
-        there = dict(zip(self._names, rest, strict=False))
-        self.advance = rest[len(there) :]
-        self.rows, self.owners = there["rows"], there["owners"]
-        self.lengths = Lengths(prefix=there["prefix"], extend=there["extend"])
-        self.table_rows = there.get("table_rows")
-        self.known_lens, self.strides = there.get("known_lens", there["prefix"]), there.get("strides")
-        if "there" in there:
-            self.arriving = Lengths(prefix=there["there"], extend=there["from_there"])
+        # Prefills and decodes come by turns, each in places of its own.
+        key = id(posted), self._names
+        found = self._places.get(key)
+        if found is None or found.posted is not posted:
+            if len(self._places) >= _MOST_PLACES:
+                self._places.clear()
+            found = self._places[key] = _Places.of(posted, self._names)
+        _, self.step, self.check_positions, self.advance, self.rows, self.owners, *rest = found
+        self.lengths, self.table_rows, self.known_lens, self.strides, self.arriving = rest
 
     @property
     def last(self) -> DecodeNumbers:
@@ -187,6 +190,42 @@ class ForwardInputs:
         unknown, ids, known = self._unknown[:tokens], self.input_ids[:tokens], self.known[:tokens]
         torch.lt(known, 0, out=unknown)
         torch.where(unknown, ids, known, out=self.expected[:tokens])
+
+
+class _Places(NamedTuple):
+    """Where launches read what was posted."""
+
+    posted: Sequence[torch.Tensor]
+    step: torch.Tensor
+    check_positions: torch.Tensor
+    advance: Sequence[torch.Tensor]
+    rows: torch.Tensor
+    owners: torch.Tensor
+    lengths: Lengths
+    table_rows: torch.Tensor | None
+    known_lens: torch.Tensor
+    strides: torch.Tensor | None
+    arriving: Lengths | None
+
+    @classmethod
+    def of(cls, posted: Sequence[torch.Tensor], names: Sequence[str]) -> _Places:
+        """Return the places of what is of each request, by these names, and of the rest."""
+        check, at, *rest = posted
+        there = dict(zip(names, rest, strict=False))
+        is_pending = "there" in there
+        return cls(
+            posted=posted,
+            step=at[:1],
+            check_positions=check.view(torch.int32)[:1],
+            advance=rest[len(there) :],
+            rows=there["rows"],
+            owners=there["owners"],
+            lengths=Lengths(prefix=there["prefix"], extend=there["extend"]),
+            table_rows=there.get("table_rows"),
+            known_lens=there.get("known_lens", there["prefix"]),
+            strides=there.get("strides"),
+            arriving=Lengths(prefix=there["there"], extend=there["from_there"]) if is_pending else None,
+        )
 
 
 class GroupLaunches:

@@ -38,6 +38,8 @@ class Progress:
     def behind(self, requests: BatchRequests) -> tuple[Int64s, Int64s]:
         """Return which requests' rows are not at their prefixes, and the lengths to go on from."""
         self._settle()
+        if len(requests) <= FEW:
+            return self._few_behind(requests)
         rows, prefix, composition = requests.rows, requests.prefix, requests.composition
         lengths = self._lengths[rows]
         if composition.number != self._whole:
@@ -51,6 +53,17 @@ class Progress:
         starts = lengths[which]
         starts[starts > prefix[which]] = 0
         return which, starts
+
+    def _few_behind(self, requests: BatchRequests) -> tuple[Int64s, Int64s]:
+        which, starts, composition = list[int](), list[int](), requests.composition
+        columns = (requests.rows, requests.owners, composition.identities, requests.prefix)
+        for i, (row, *who, prefix) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            goes_on = [self._owners[row], self._identities[row]] == who
+            length = int(self._lengths[row])
+            if not goes_on or length != prefix:
+                which.append(i)
+                starts.append(length if goes_on and length <= prefix else 0)
+        return np.array(which, np.int64), np.array(starts, np.int64)
 
     def one_behind(self, requests: BatchRequests) -> Int64s | None:
         """Return the lengths of the requests' rows where each is one token behind its prefix; None: not all are."""

@@ -71,6 +71,9 @@ class Decoder:
         self.out = torch.zeros(4, dtype=torch.int64)
         self.inputs = ModelInputs(**self.graph, out_slots=dict.fromkeys(self.tables, self.out), stays=True)
         self.given: ModelInputs | None = self.inputs
+        # What the last decode step was of, where the next ones are said to follow it.
+        self.last: BatchRequests | None = None
+        self.follows = False
 
     def admit(self, *texts: Text) -> None:
         """Let requests come, in the first free rows."""
@@ -95,9 +98,15 @@ class Decoder:
         if extends is None:
             extend: Int64s = ONES[len(prefix)]
             newest = SOURCE.newest(self.composition.members, prefix)
+            last = self.last if self.follows else None
+            goes_on = last is not None and last.composition is self.composition and len(last) == last.num_tokens
+            if last is not None and newest is not None and goes_on and (last.ends == prefix).all():
+                self.last = last.following(newest)
+                return self.last
         else:
             extend, newest = np.array([extends[row] for row in self.texts], np.int64), None
-        return BatchRequests(self.composition, prefix=prefix, extend=extend, newest=newest)
+        self.last = BatchRequests(self.composition, prefix=prefix, extend=extend, newest=newest)
+        return self.last
 
     def batch(self, requests: BatchRequests) -> kc.ForwardBatch:
         """Take slots for a forward, enter them into the tables, and return it."""
@@ -216,12 +225,14 @@ def rounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 OPTIONS: list[dict[str, Any]] = [{}, {"stride": 4}, {"check_tokens": False}, {"verify_bytes_at_tail": True}]
 
 
+@pytest.mark.parametrize("follows", [False, True], ids=["", "following"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("windows", [(0,), (16,), (0, 16)], ids=str)
 def test_repetitions_leave_what_forwards_leave_that_are_begun_anew(
-    rounds: bool, options: dict[str, Any], windows: Sequence[int]
+    rounds: bool, options: dict[str, Any], windows: Sequence[int], follows: bool
 ) -> None:
     engines = [Decoder(repeats=repeats, windows=windows, **options) for repeats in (False, True)]
+    engines[1].follows = follows
     for engine in engines:
         life(engine)
     anew, repeated = engines
@@ -240,6 +251,7 @@ def test_repetitions_leave_what_forwards_leave_that_are_begun_anew(
 @pytest.mark.parametrize("seed", range(6))
 def test_lists_that_change_at_every_other_step_are_repeated_too(rounds: bool, seed: int) -> None:
     engines = [Decoder(repeats=repeats) for repeats in (False, True)]
+    engines[1].follows = bool(seed % 2)
     for engine in engines:
         draw = random.Random(seed)
         engine.admit(*(text(1000 * n) for n in range(1, 4)))
