@@ -161,8 +161,11 @@ class ForwardInputs:
             if len(self._places) >= _MOST_PLACES:
                 self._places.clear()
             found = self._places[key] = _Places.of(posted, self._names)
-        _, self.step, self.check_positions, self.advance, self.rows, self.owners, *rest = found
-        self.lengths, self.table_rows, self.known_lens, self.strides, self.arriving = rest
+        self.step, self.check_positions, self.advance = found.step, found.check_positions, found.advance
+        self.rows, self.owners, self.lengths = found.rows, found.owners, found.lengths
+        self.table_rows, self.known_lens, self.strides = found.table_rows, found.known_lens, found.strides
+        if found.arriving is not None:
+            self.arriving = found.arriving
 
     @property
     def last(self) -> DecodeNumbers:
