@@ -65,6 +65,6 @@ def _sum_of_layer(source: KvSource, slots: torch.Tensor, layer: int, first_word:
     words = data.view(torch.int64)
     j = torch.arange(first_word, first_word + words.shape[1], device=slots.device)
     of_words, of_layer = mix(j + to_signed(seed)), mix(torch.full_like(j[:1], to_signed(~(layer + seed))))
-    low = (words & LOW_32) + (of_words & LOW_32) + (of_layer & LOW_32)
+    low = words + of_words + of_layer
     high = shift_right(words, 32) + shift_right(of_words, 32) + shift_right(of_layer, 32)
     return ((low & LOW_32) * (high & LOW_32)).sum(dim=1)

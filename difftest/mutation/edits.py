@@ -17,7 +17,7 @@ TUNING_NAMES = frozenset(
         *("FEW_ENTRIES", "INTERPRETER_ENTRIES", "ONE_PROGRAM_LANES", "INTERPRETER_LANES", "COUNTED_REQUESTS"),
         *("TILES", "TILES_AT_ONCE", "INTERPRETER_TILES", "at_once", "LANE_TOKENS", "MAX_LANES", "lays_out", "lanes"),
         *("ONE_PROGRAM_BYTES", "NARROW_BYTES", "NARROW_TILE", "WIDE_WORDS", "WIDE_REGISTERS", "MAX_REQUESTS"),
-        *("FEW_REQUESTS", "OTHERS", "FEW_OTHERS", "INTERPRETER_OTHERS"),
+        *("FEW_REQUESTS", "OTHERS", "FEW_OTHERS", "INTERPRETER_OTHERS", "BANDS_AT_ONCE", "NUM_WARPS"),
     }
 )
 TUNING_KEYWORDS = frozenset({"num_warps", "maxnreg", "axis", "dim", "dtype", "device", "other"})

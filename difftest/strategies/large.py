@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kv_canary.constants import HEAD_OF_CHAIN, Tag
+from kv_canary.constants import CHAIN_MULTIPLIER, HEAD_OF_CHAIN, MIX_ADD, MIX_MUL_1, MIX_MUL_2, Tag, to_signed
+from kv_canary.reference.hashing import identity, mix
 from kv_canary.specs.structures import Endpoint, KvSource, ResolvedSlots, VerifyPlan, ViolationLog, WritePlan
 from kv_canary.specs.write import TILE_TOKENS
 
@@ -18,6 +19,7 @@ _REQUESTS_AT_ONCE = 1024
 # Requests whose rows and starts one look takes, and some more.
 _ONE_LOOK = 256
 _ROWS = _ONE_LOOK + 3
+_LOW_32 = (1 << 32) - 1
 
 
 def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -39,8 +41,15 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
         yield _write(many, num_bytes=16)
         # Whose seeds are not the ends of their prefixes, the first one after so many at once too.
         yield _with_wrong_seeds(_write([(1, 1)] * len(many), num_bytes=16), count=len(many))
-        # More requests than one program takes, and no token.
-        yield _write([(1, 0)] * 600, num_bytes=16)
+        # Of which the last ones of each so many have several tiles.
+        many = [(1, 300 if i % _REQUESTS_AT_ONCE == _REQUESTS_AT_ONCE - 1 else 1) for i in range(len(many))]
+        yield _write([*many, (1, 300)], num_bytes=16)
+        # More requests than one program takes, and no token; the model is given other ones.
+        nothing = _write([(1, 0)] * 600, num_bytes=16)
+        yield nothing | {"given_rows": torch.arange(600), "given_lens": torch.ones(600, dtype=torch.int64)}
+        # A tile of tokens that all share their slots with those of another request, which has the same prefix.
+        yield _alike(NARROW_TILE)
+        yield _shared()
         # Nobody writes, and the plan holds what it was left with.
         yield _with_wrong_seeds(_write([(1, 5)] * 40, num_bytes=16), count=0)
         # Few inputs, which one program takes at once, and thrice as many tokens.
@@ -64,6 +73,8 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
             yield _mostly_padding(wrong_at=at) | {"pool": torch.full((_ROWS + 1, 4), 7, dtype=torch.int32)}
     elif op == "verify_resolved":
         yield _resolved()
+    elif op in ("seal", "verify_seals"):
+        yield _hashed_to_zero(op)
     elif op in ("plan", "verify_prefixes"):
         yield _prefixes(op, 2 * _REQUESTS_AT_ONCE + 52)
 
@@ -130,6 +141,33 @@ def _thrice(call: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _alike(length: int) -> dict[str, Any]:
+    """Return a write of two requests of one prefix, which have the same tokens in the same slots."""
+    call = _write([(0, length), (0, length)], num_bytes=16)
+    call["tails"][2] = call["tails"][1]
+    for name in ("input_ids", "positions", "out_slots"):
+        call[name][length:] = call[name][:length]
+    return call
+
+
+def _shared() -> dict[str, Any]:
+    """Return a write of few tokens, two to a slot, in each of the ways that a kernel may take for another."""
+    call = _write([(0, 1)] * 7, num_bytes=16)
+    plan, tails, tokens, slots = call["write_plan"], call["tails"], call["input_ids"], call["out_slots"]
+    # The first one's slot goes to padding, which has no owner, as it has.
+    plan.rows[1], plan.owners[0], slots[1] = 0, 1 << 24, slots[0]
+    # The third one's chain is 0, as that of a token nobody asks for; its slot goes to another token.
+    scale = to_signed(pow(CHAIN_MULTIPLIER, -1, 1 << 64))
+    call["positions"].zero_()
+    tails[3] = -mix(identity(tokens[2], call["positions"][2])) * scale
+    slots[3] = slots[2]
+    # The fifth one's goes to the same token of the same prefix.
+    tails[6], tokens[5], slots[5] = tails[5], tokens[4], slots[4]
+    # The last one has that of a token behind the batch.
+    kept = {name: torch.cat([call[name], call[name][-1:]]) for name in ("input_ids", "positions", "out_slots")}
+    return call | kept | {"ring": True}
+
+
 def _resolved() -> dict[str, Any]:
     """Return a call of verify_resolved with an entry of position 0 that follows another one, unlike any of a plan's."""
     records = _words(6 * 4).view(6, 4)
@@ -146,6 +184,43 @@ def _resolved() -> dict[str, Any]:
         "violations": ViolationLog.allocate(ring_cap=8),
         "counters": torch.zeros(len(Tag), 2, dtype=torch.int64),
     }
+
+
+def _hashed_to_zero(op: str) -> dict[str, Any]:
+    """Return a call of seal or verify_seals for a slot whose bytes have a hash of 0, which a seal holds as 1."""
+    source = KvSource(layers=(torch.zeros(2, 16, dtype=torch.uint8),), page_size=1, bytes_per_token=16)
+    words = source.layers[0].view(torch.int64)[1]
+    # What each half of a word adds to, as it is of the one layer.
+    keys = mix(torch.arange(2)), mix(torch.tensor(-1))
+    wanted = next(total for total in map(_unmixed, range(100)) if total < _LOW_32 * _LOW_32)
+    quotient, rest = divmod(wanted, _LOW_32)
+    for j, (low, high) in enumerate(((quotient, _LOW_32), (rest, 1))):
+        key = int(keys[0][j]), int(keys[1])
+        halves = low - sum(key), high - sum(k >> 32 for k in key)
+        words[j] = to_signed((halves[0] & _LOW_32) | (halves[1] & _LOW_32) << 32)
+    records = torch.tensor([[0, 0, 0, 0], [5, 6, 7, 8]])
+    call = {
+        "slots": None,
+        "span": torch.tensor([0, 2]),
+        "endpoint": Endpoint(tag=Tag.SWEEP_FULL, records=records, k_source=source),
+        "layers_per_band": 1,
+        "seed": 0,
+        "seals": torch.tensor([[0, 0], [8, 1]]),
+    }
+    if op == "seal":
+        return call | {"seals": torch.full((2, 2), 9), "written_in": None}
+    checked = torch.zeros(3, dtype=torch.int64)
+    return call | {"step": torch.tensor([9]), "violations": ViolationLog.allocate(ring_cap=4), "checked": checked}
+
+
+def _unmixed(mixed: int) -> int:
+    """The uint64 that `mix` makes `mixed` of."""
+    mask = (1 << 64) - 1
+    z = mixed ^ (mixed >> 31) ^ (mixed >> 62)
+    z = z * pow(MIX_MUL_2, -1, 1 << 64) & mask
+    z ^= (z >> 27) ^ (z >> 54)
+    z = z * pow(MIX_MUL_1, -1, 1 << 64) & mask
+    return (z ^ (z >> 30) ^ (z >> 60)) - MIX_ADD & mask
 
 
 def _prefixes(op: str, count: int) -> dict[str, Any]:

@@ -9,7 +9,16 @@ from kv_canary.difftest.runner import check_case
 from kv_canary.difftest.strategies.large import large_cases
 from kv_canary.specs import get_spec
 
-COUNTS = {"write": 9, "chain_tails": 6, "scatter_token_ids": 7, "plan": 1, "verify_prefixes": 1, "verify_resolved": 1}
+COUNTS = {
+    "write": 12,
+    "chain_tails": 6,
+    "scatter_token_ids": 7,
+    "seal": 1,
+    "verify_seals": 1,
+    "plan": 1,
+    "verify_prefixes": 1,
+    "verify_resolved": 1,
+}
 
 
 @pytest.mark.parametrize(("op", "number"), [(op, number) for op, count in COUNTS.items() for number in range(count)])
