@@ -75,6 +75,8 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
         yield _resolved()
     elif op in ("seal", "verify_seals"):
         yield _hashed_to_zero(op)
+        # Bytes so many and so little aligned that a program takes one slot at a time.
+        yield _sealed(op, num_bytes=1027)
     elif op in ("plan", "verify_prefixes"):
         yield _prefixes(op, 2 * _REQUESTS_AT_ONCE + 52)
 
@@ -152,7 +154,7 @@ def _alike(length: int) -> dict[str, Any]:
 
 def _shared() -> dict[str, Any]:
     """Return a write of few tokens, two to a slot, in each of the ways that a kernel may take for another."""
-    call = _write([(0, 1)] * 7, num_bytes=16)
+    call = _write([(0, 1)] * 8, num_bytes=16)
     plan, tails, tokens, slots = call["write_plan"], call["tails"], call["input_ids"], call["out_slots"]
     # The first one's slot goes to padding, which has no owner, as it has.
     plan.rows[1], plan.owners[0], slots[1] = 0, 1 << 24, slots[0]
@@ -163,6 +165,8 @@ def _shared() -> dict[str, Any]:
     slots[3] = slots[2]
     # The fifth one's goes to the same token of the same prefix.
     tails[6], tokens[5], slots[5] = tails[5], tokens[4], slots[4]
+    # The seventh one's lies far before the pool.
+    slots[6] = -(1 << 40)
     # The last one has that of a token behind the batch.
     kept = {name: torch.cat([call[name], call[name][-1:]]) for name in ("input_ids", "positions", "out_slots")}
     return call | kept | {"ring": True}
@@ -198,17 +202,30 @@ def _hashed_to_zero(op: str) -> dict[str, Any]:
         key = int(keys[0][j]), int(keys[1])
         halves = low - sum(key), high - sum(k >> 32 for k in key)
         words[j] = to_signed((halves[0] & _LOW_32) | (halves[1] & _LOW_32) << 32)
-    records = torch.tensor([[0, 0, 0, 0], [5, 6, 7, 8]])
+    return _seals(op, source) | {"seals": torch.tensor([[0, 0], [8, 1]])}
+
+
+def _sealed(op: str, *, num_bytes: int) -> dict[str, Any]:
+    """Return a call of seal or verify_seals for two slots of so many bytes."""
+    rng = np.random.default_rng(num_bytes)
+    layer = torch.from_numpy(rng.integers(0, 256, (3, num_bytes), dtype=np.uint8))
+    return _seals(op, KvSource(layers=(layer,), page_size=1, bytes_per_token=num_bytes))
+
+
+def _seals(op: str, source: KvSource) -> dict[str, Any]:
+    """Return a call of seal or verify_seals for all slots of K, whose seals have words that are not the hash."""
+    num_slots = source.num_rows
+    records = torch.tensor([[5, 6, 7, 8]] * num_slots)
     call = {
         "slots": None,
-        "span": torch.tensor([0, 2]),
+        "span": torch.tensor([0, num_slots]),
         "endpoint": Endpoint(tag=Tag.SWEEP_FULL, records=records, k_source=source),
         "layers_per_band": 1,
         "seed": 0,
-        "seals": torch.tensor([[0, 0], [8, 1]]),
+        "seals": torch.tensor([[8, 9]] * num_slots),
     }
     if op == "seal":
-        return call | {"seals": torch.full((2, 2), 9), "written_in": None}
+        return call | {"written_in": None}
     checked = torch.zeros(3, dtype=torch.int64)
     return call | {"step": torch.tensor([9]), "violations": ViolationLog.allocate(ring_cap=4), "checked": checked}
 

@@ -25,7 +25,7 @@ from kv_canary.specs.sealing import seal_words
 from kv_canary.specs.structures import Endpoint, KvSource
 
 # Token sizes of real pools, narrow and wide, and those beside the words that a kernel takes at a time.
-_WIDE = (2048, 1152, 656, 2056, 4096, 1027)
+_WIDE = (2048, 1152, 656, 2056, 4096)
 
 
 @dataclass(frozen=True, kw_only=True)
