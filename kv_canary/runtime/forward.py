@@ -20,6 +20,7 @@ from kv_canary.runtime.composition import BatchRequests, ForwardRequest, Int64s
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.device_state import MOST_REPLAYED
 from kv_canary.runtime.drain import Sheet
+from kv_canary.runtime.host import front
 from kv_canary.runtime.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, Shape
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.repetition import Repetition
@@ -770,7 +771,7 @@ class SingleForwardManager:
         pairs = [(x.copied_slots, source.out_slots[x.group.name]) for x in self._launches]
         for buffer, tensor in ((inputs.input_ids, source.input_ids), (inputs.positions, source.positions)):
             if tensor is not None:
-                pairs.append((buffer[: self._new_tokens], tensor))
+                pairs.append((front(buffer, self._new_tokens), tensor))
         if source.lengths is not None:
             pairs.append((inputs.given_lens, source.lengths))
             pairs.append((inputs.given_rows, inputs.rows if source.rows is None else source.rows))
@@ -948,9 +949,9 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         if tensor.device != buffer.device or not tensor.is_cuda:
             _copy(buffer, tensor)
             continue
-        n = min(len(buffer), len(tensor))
-        buffers.append(buffer[:n])
-        tensors.append(tensor[:n])
+        n = min(buffer.shape[0], tensor.shape[0])
+        buffers.append(front(buffer, n))
+        tensors.append(front(tensor, n))
     if buffers:
         torch._foreach_copy_(buffers, tensors)
 
@@ -958,4 +959,4 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def _copy(buffer: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy `tensor` into the front of `buffer` as far as it fits, without waiting for the device."""
     n = min(tensor.shape[0], buffer.shape[0])
-    buffer[:n].copy_(tensor[:n], non_blocking=True)
+    front(buffer, n).copy_(front(tensor, n), non_blocking=True)

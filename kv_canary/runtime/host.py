@@ -33,6 +33,11 @@ def send(device: torch.device, *columns: Numbers) -> tuple[torch.Tensor, ...]:
     return parts
 
 
+def front(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the first `count` of a tensor; the tensor itself where that is all of it, which costs nothing."""
+    return tensor if tensor.shape[0] == count else tensor.narrow(0, 0, count)
+
+
 class Mailbox:
     """Numbers on their way to one buffer on the device, which the next ones overwrite.
 

@@ -39,7 +39,7 @@ from kv_canary.runtime.capacities import CanaryLimits
 from kv_canary.runtime.composition import BatchRequests
 from kv_canary.runtime.forward import SingleForwardManager
 from kv_canary.runtime.guard import Contained
-from kv_canary.runtime.host import send
+from kv_canary.runtime.host import front, send
 from kv_canary.runtime.manager import CanaryManager
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.summary import CanaryStatus
@@ -483,11 +483,11 @@ class Session:
         if arrays is not None:
             self._anchored |= bool(arrays.composition.identities.any())
             tokens = arrays.num_tokens
-            slots = forward_batch.out_cache_loc[:tokens]
+            slots = front(forward_batch.out_cache_loc, tokens)
             return ForwardBatch(
                 requests=arrays,
-                input_ids=forward_batch.input_ids[:tokens],
-                positions=forward_batch.positions[:tokens],
+                input_ids=front(forward_batch.input_ids, tokens),
+                positions=front(forward_batch.positions, tokens),
                 out_slots=self._out_slots(runner, slots),
                 tables={g.name: runner.req_to_token_pool.req_to_token for g in self._groups[runner]},
                 rows=forward_batch.req_pool_indices,
