@@ -107,7 +107,7 @@ def begin_fingerprint(source, slot, position, valid):
     """Send for the bytes that fingerprints are of, as far as one step takes them, without waiting for any."""
     words, address, window_bytes = valid, slot, slot
     if source is not None:
-        # Lanes that are not valid compute addresses from anything; every load below is masked by `valid`. Positions
+        # Lanes that are not valid compute addresses from anything; every load of bytes is masked by `valid`. Positions
         # and a pool's tokens fit 32 bits, in which a division takes a fraction of the time.
         where, token = position.to(tl.uint32), (slot - source.slot_bias).to(tl.uint32)
         round_, layer = divide(where, source.num_layers, source.layer_bits, source.POWERS)
@@ -115,8 +115,9 @@ def begin_fingerprint(source, slot, position, valid):
         row, in_row = divide(token, source.page_size, source.page_bits, source.POWERS)
         window_start = window.to(tl.int64) * source.read_bytes
         window_bytes = tl.minimum(source.read_bytes, source.bytes_per_token - window_start)
-        # layer < num_layers: the table holds one address per layer.
-        address = tl.load(source.table + layer.to(tl.int64), mask=valid, other=0)
+        # layer < num_layers whatever the lane: the table holds one address per layer. There is no mask, because Triton
+        # 3.6 gives mask and address different layouts where one source is read whole and the other in odd pieces.
+        address = tl.load(source.table + layer.to(tl.int64))
         address += row.to(tl.int64) * source.row_stride + source.offset_bytes
         address += in_row.to(tl.int64) * source.token_stride + window_start
         if source.ONE_STEP:

@@ -32,6 +32,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 import kv_canary
 from kv_canary.commands.facts import facts
 from kv_canary.demo.models import tiny_model
+from kv_canary.runtime.replays import CanaryGraph
 
 PAGE, NEW_TOKENS, TIMEOUT = 16, 24, 120.0
 LENGTHS = (3, 15, 16, 17, 32, 40, 90, 200)
@@ -254,8 +255,8 @@ def _counting(served: Served) -> Iterator[None]:
     def captured(*args: Any) -> None:
         served.captured += 1
 
-    def replayed(*args: Any) -> None:
-        served.replays += 1
+    def replayed(graph: Any, *args: Any) -> None:
+        served.replays += not isinstance(graph, CanaryGraph)
 
     def matched(cache: Any, length: int, *args: Any) -> None:
         served.prefix_hits += length > 0

@@ -102,12 +102,16 @@ class Replays:
             self._runs.popitem(last=False)
 
 
+class CanaryGraph(torch.cuda.CUDAGraph):
+    """A CUDA graph of the canary's: who counts an engine's replays can tell these apart."""
+
+
 def capture_graph(launch: Launch) -> Launch:
     """Return what replays `launch` from a CUDA graph, on the stream that is current then.
 
     Nothing runs now, and other threads may go on using the device. `launch` must have run before.
     """
-    graph = torch.cuda.CUDAGraph()
+    graph = CanaryGraph()
     # What the collector would destroy now may be a graph of somebody's, which a capture does not survive.
     collects = gc.isenabled()
     gc.disable()
