@@ -202,20 +202,21 @@ def _hashed_to_zero(op: str) -> dict[str, Any]:
         key = int(keys[0][j]), int(keys[1])
         halves = low - sum(key), high - sum(k >> 32 for k in key)
         words[j] = to_signed((halves[0] & _LOW_32) | (halves[1] & _LOW_32) << 32)
-    return _seals(op, source) | {"seals": torch.tensor([[0, 0], [8, 1]])}
+    return _seals(op, source, num_slots=2) | {"seals": torch.tensor([[0, 0], [8, 1]])}
 
 
 def _sealed(op: str, *, num_bytes: int) -> dict[str, Any]:
-    """Return a call of seal or verify_seals for two slots of so many bytes."""
+    """Return a call of seal or verify_seals for two slots of so many bytes, and one without a record but with bytes."""
     rng = np.random.default_rng(num_bytes)
-    layer = torch.from_numpy(rng.integers(0, 256, (3, num_bytes), dtype=np.uint8))
-    return _seals(op, KvSource(layers=(layer,), page_size=1, bytes_per_token=num_bytes))
+    layer = torch.from_numpy(rng.integers(0, 256, (4, num_bytes), dtype=np.uint8))
+    source = KvSource(layers=(layer,), page_size=1, bytes_per_token=num_bytes)
+    return _seals(op, source, num_slots=3) | {"slots": torch.tensor([1, 3, 2])}
 
 
-def _seals(op: str, source: KvSource) -> dict[str, Any]:
-    """Return a call of seal or verify_seals for all slots of K, whose seals have words that are not the hash."""
-    num_slots = source.num_rows
-    records = torch.tensor([[5, 6, 7, 8]] * num_slots)
+def _seals(op: str, source: KvSource, *, num_slots: int) -> dict[str, Any]:
+    """Return a call of seal or verify_seals for all slots, whose seals have words that are not the hash of K."""
+    # Positions past 31 bits.
+    records = torch.tensor([[-5, 6, 7, 8]] * num_slots)
     call = {
         "slots": None,
         "span": torch.tensor([0, num_slots]),

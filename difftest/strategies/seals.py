@@ -26,6 +26,8 @@ from kv_canary.specs.structures import Endpoint, KvSource
 
 # Token sizes of real pools, narrow and wide, and those beside the words that a kernel takes at a time.
 _WIDE = (2048, 1152, 656, 2056, 4096)
+# Most slots that are looked at where tokens are long and not of whole words: the interpreter takes long for each.
+_MOST_BYTEWISE = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +90,15 @@ def sealed_pools(draw: Any, *, tag: int = 0, giant: bool = False) -> SealedPool:
         if draw(st.booleans()):
             chosen = replace_some(draw, chosen, (*HOSTILE, 0, world.num_slots))
         slots, total = int64(chosen), n
+    first, count = _span(draw, total)
+    given = [s for s in (endpoint.k_source, endpoint.v_source) if s is not None]
+    if total > _MOST_BYTEWISE and min(s.alignment for s in given) < 8 and max(s.bytes_per_token for s in given) > 128:
+        count = min(count, _MOST_BYTEWISE)
     return SealedPool(
         endpoint=endpoint,
         seals=_no_seals(draw, endpoint, layers_per_band, rng),
         slots=slots,
-        span=int64(_span(draw, total)),
+        span=int64((first, count)),
         layers_per_band=layers_per_band,
         seed=draw(st.one_of(seeds, st.sampled_from([0, 1, -1, INT64_MAX, INT64_MIN]))),
     )
