@@ -206,11 +206,14 @@ def _hashed_to_zero(op: str) -> dict[str, Any]:
 
 
 def _sealed(op: str, *, num_bytes: int) -> dict[str, Any]:
-    """Return a call of seal or verify_seals for two slots of so many bytes, and one without a record but with bytes."""
+    """Return a call of seal or verify_seals for two slots of so many bytes, one behind the records, and a free one."""
     rng = np.random.default_rng(num_bytes)
-    layer = torch.from_numpy(rng.integers(0, 256, (4, num_bytes), dtype=np.uint8))
+    layer = torch.from_numpy(rng.integers(0, 256, (5, num_bytes), dtype=np.uint8))
     source = KvSource(layers=(layer,), page_size=1, bytes_per_token=num_bytes)
-    return _seals(op, source, num_slots=3) | {"slots": torch.tensor([1, 3, 2])}
+    call = _seals(op, source, num_slots=4) | {"slots": torch.tensor([1, 4, 2, 3])}
+    # The WRITER of none is that of step and owner 0, but a seal of that is of no record.
+    call["endpoint"].records[3], call["seals"][3, 0] = 0, 0
+    return call
 
 
 def _seals(op: str, source: KvSource, *, num_slots: int) -> dict[str, Any]:
