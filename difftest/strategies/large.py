@@ -48,7 +48,8 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
         nothing = _write([(1, 0)] * 600, num_bytes=16)
         yield nothing | {"given_rows": torch.arange(600), "given_lens": torch.ones(600, dtype=torch.int64)}
         # A tile of tokens that all share their slots with those of another request, which has the same prefix.
-        yield _alike(NARROW_TILE)
+        yield _alike(NARROW_TILE, one_prefix=True)
+        yield _alike(3, one_prefix=False)
         yield _shared()
         # Nobody writes, and the plan holds what it was left with.
         yield _with_wrong_seeds(_write([(1, 5)] * 40, num_bytes=16), count=0)
@@ -143,10 +144,11 @@ def _thrice(call: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _alike(length: int) -> dict[str, Any]:
-    """Return a write of two requests of one prefix, which have the same tokens in the same slots."""
+def _alike(length: int, *, one_prefix: bool) -> dict[str, Any]:
+    """Return a write of two requests, of one prefix or of two, which have the same tokens in the same slots."""
     call = _write([(0, length), (0, length)], num_bytes=16)
-    call["tails"][2] = call["tails"][1]
+    if one_prefix:
+        call["tails"][2] = call["tails"][1]
     for name in ("input_ids", "positions", "out_slots"):
         call[name][length:] = call[name][:length]
     return call
