@@ -112,10 +112,10 @@ KINDS = {
         command="kv-canary stress overlap --device cuda --json FILE",
     ),
     "transfer": Evidence(
-        files=("h200_pd.json",), sources=RUNTIME, command="kv-canary stress transfer --device cuda --json FILE"
+        files=("h100_pd.json",), sources=RUNTIME, command="kv-canary stress transfer --device cuda --json FILE"
     ),
     "ranks": Evidence(
-        files=("h200_ranks.json",),
+        files=("h100_ranks.json",),
         sources=RUNTIME,
         command="kv-canary stress ranks --device cuda --json FILE",
     ),

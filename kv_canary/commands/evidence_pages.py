@@ -374,7 +374,7 @@ def _engines(found: Results, _: Sequence[str]) -> str:
                 f"{sum(f['ok'] for f in faults)} of {len(faults)} planted faults found",
             ]
         )
-    transfer = load("h200_pd.json")
+    transfer = load("h100_pd.json")
     rows.append(
         [
             "transfers between two GPUs",
@@ -383,7 +383,7 @@ def _engines(found: Results, _: Sequence[str]) -> str:
             f"{transfer['faults_found']} found",
         ]
     )
-    names = ("h200_overlap.json", "h200_sglang.json", "h200_transformers.json", "h200_pd.json")
+    names = ("h200_overlap.json", "h200_sglang.json", "h200_transformers.json", "h100_pd.json")
     return f"{_table(['engine', 'ran', 'false alarms', 'and'], rows)}\n\n{_source(found, *names)}"
 
 
