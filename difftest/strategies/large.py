@@ -51,6 +51,8 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
         yield _alike(NARROW_TILE, one_prefix=True)
         yield _alike(3, one_prefix=False)
         yield _shared()
+        # As few as one program takes, and no token.
+        yield _write([(1, 0)] * 3, num_bytes=16)
         # Nobody writes, and the plan holds what it was left with.
         yield _with_wrong_seeds(_write([(1, 5)] * 40, num_bytes=16), count=0)
         # Few inputs, which one program takes at once, and thrice as many tokens.
