@@ -100,9 +100,6 @@ KINDS = {
     "engine": Evidence(
         files=("h200_engine.json",), sources=RUNTIME, command="python -P -m kv_canary.bench.engine_overhead --json FILE"
     ),
-    "sglang_throughput": Evidence(
-        files=("h200_sglang_throughput.json",), sources=RUNTIME, command="(measured by others; see the file)"
-    ),
     "host": Evidence(
         files=("h200_host.json",), sources=RUNTIME, command="python -P -m kv_canary.bench.host --out FILE"
     ),

@@ -31,13 +31,12 @@ _BLOCK = re.compile(
     re.DOTALL,
 )
 Results = dict[str, Result]
-# How bench/results/h200_sglang_throughput.json calls what was turned on.
-_MODES = {
+# Canaries, as `kv-canary bench engine` calls them.
+_CANARIES = {
     "ours": "kv-canary",
-    "ours_full": "everything, every step",
-    "sglang": "SGLang's own",
-    "sglang_partial": "SGLang's own, partial",
-    "sglang_all": "SGLang's own, all",
+    "ours_full": "kv-canary, everything",
+    "sgl": "SGLang's own",
+    "sgl_all": "SGLang's own, all",
 }
 
 
@@ -83,7 +82,7 @@ def untold(text: str) -> set[str]:
 
 
 def _kinds(block: str, kinds: Sequence[str]) -> Sequence[str]:
-    of_block = {"cost": ["sglang_throughput", "engine", "peer"], "all": list(KINDS)}
+    of_block = {"cost": ["engine_cost", "engine", "peer"], "all": list(KINDS)}
     return of_block.get(block, [block] if block in KINDS and not kinds else kinds)
 
 
@@ -112,21 +111,22 @@ def _status(found: Results, kinds: Sequence[str]) -> str:
     return said + _source(found, *names)
 
 
-def _ratio(cell: dict[str, float]) -> str:
-    return f"{cell['median']:.3g} [{cell['min']:.3g}, {cell['max']:.3g}]"
+def _ratio(row: dict[str, Any]) -> str:
+    return f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
 
 
 def _cost(found: Results, _: Sequence[str]) -> str:
-    throughput = load("h200_sglang_throughput.json")["rows"]
-    ranked = sorted(throughput, key=lambda row: row["throughput"]["ours"]["median"])
+    ratios = {(r["model"], r["phase"], r["shape"], r["mode"]): r for r in load("h200_engine_cost.json")}
+    ranked = sorted((key for key in ratios if key[-1] == "ours"), key=lambda key: float(ratios[key]["ratio"]))
     rows = []
-    for what, row in (("best", ranked[-1]), ("worst", ranked[0])):
-        cells = row["throughput"]
+    for what, key in (("best", ranked[-1]), ("worst", ranked[0])):
+        model, phase, shape, _mode = key
+        theirs = ratios.get((*key[:-1], "sgl"))
         rows.append(
             [
-                f"SGLang, {row['model']}, {row['shape']}: throughput with / without ({what} row)",
-                _ratio(cells["ours"]),
-                _ratio(cells["sglang"]),
+                f"SGLang, {model.upper()}, {phase} {shape}: throughput with / without ({what} row)",
+                _ratio(ratios[key]),
+                "-" if theirs is None else _ratio(theirs),
             ]
         )
     steps = [c for c in load("h200_peer.json")["cases"] if c["group"] == "cases" and c["does"] == "step" and c["ratio"]]
@@ -137,7 +137,7 @@ def _cost(found: Results, _: Sequence[str]) -> str:
     return "\n\n".join(
         [
             _table(["on an H200", "kv-canary", "SGLang's own canary"], rows),
-            _source(found, "h200_sglang_throughput.json", "h200_peer.json"),
+            _source(found, "h200_engine_cost.json", "h200_peer.json"),
         ]
     )
 
@@ -147,15 +147,10 @@ def _speed(case: dict[str, Any]) -> float:
 
 
 def _throughput(found: Results, _: Sequence[str]) -> str:
-    given = load("h200_sglang_throughput.json")
-    modes = list(_MODES)
-    rows = [
-        [row["run"], row["model"], row["shape"], row["repetitions"]]
-        + [_ratio(row["throughput"][mode]) if mode in row["throughput"] else "-" for mode in modes]
-        for row in given["rows"]
-    ]
-    what = given["what"][0].upper() + given["what"][1:] + "."
-    table = _table(["run", "model", "shape", "n", *(_MODES[mode] for mode in modes)], rows)
+    what = (
+        "SGLang's own scheduler with a canary and without, by turns on one GPU: overlap, radix cache, CUDA graphs, "
+        "page 1, Triton attention. The median ratio [least, most]; n pairs of turns."
+    )
     engine = load("h200_engine.json")["rows"]
     own = [
         [row["shape"], f"{row['floor']['ms']:.3g}", f"{row['step_ms']:.4g}"]
@@ -171,8 +166,7 @@ def _throughput(found: Results, _: Sequence[str]) -> str:
     return "\n\n".join(
         [
             what,
-            table,
-            _source(found, "h200_sglang_throughput.json"),
+            _engine_cost(found, ()),
             "transformers' continuous batching, a model of the shape of Llama 8B, CUDA graphs:",
             _table(head, own),
             _source(found, "h200_engine.json"),
@@ -218,22 +212,16 @@ def _engine(found: Results, _: Sequence[str]) -> str:
 
 def _engine_cost(found: Results, _: Sequence[str]) -> str:
     """Return a row for each canary and batch of `kv-canary bench engine`."""
-    names = {
-        "ours": "kv-canary",
-        "ours_full": "kv-canary, everything",
-        "sgl": "SGLang's own",
-        "sgl_all": "SGLang's own, all",
-    }
     rows, operations = [], []
     for row in load("h200_engine_cost.json"):
-        if row["mode"] not in names:
+        if row["mode"] not in _CANARIES:
             continue
         done = row.get("operations") or {}
         rows.append(
             [
                 f"{row['model']} {row['phase']} {row['shape']}",
-                names[row["mode"]],
-                f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]",
+                _CANARIES[row["mode"]],
+                _ratio(row),
                 f"{row['best']:.3f}",
                 "" if row["host_us"] is None else f"{row['host_us']:,.0f}",
                 "" if row["stream_us"] is None else f"{row['stream_us']:.0f}",
