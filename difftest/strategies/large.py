@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kv_canary.constants import CHAIN_MULTIPLIER, HEAD_OF_CHAIN, MIX_ADD, MIX_MUL_1, MIX_MUL_2, Tag, to_signed
-from kv_canary.reference.hashing import identity, mix
+from kv_canary.constants import ANCHOR, CHAIN_MULTIPLIER, HEAD_OF_CHAIN, MIX_ADD, MIX_MUL_1, MIX_MUL_2, Tag, to_signed
+from kv_canary.reference.hashing import identity, mix, next_chain
 from kv_canary.specs.structures import Endpoint, KvSource, ResolvedSlots, VerifyPlan, ViolationLog, WritePlan
 from kv_canary.specs.write import TILE_TOKENS
 
@@ -76,6 +76,12 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
             yield _mostly_padding(wrong_at=at) | {"pool": torch.full((_ROWS + 1, 4), 7, dtype=torch.int32)}
     elif op == "verify_resolved":
         yield _resolved()
+        # K lacks the last entries' slots.
+        short = KvSource(layers=(torch.zeros(4, 8, dtype=torch.uint8),), page_size=1, bytes_per_token=8)
+        call = _resolved()
+        yield call | {"endpoint": dataclasses.replace(call["endpoint"], k_source=short)}
+        yield _wrong_alone("k_source", fingerprint=_LOW_32, kv=5)
+        yield _wrong_alone("v_source", fingerprint=0, kv=5 << 32)
     elif op in ("seal", "verify_seals"):
         yield _hashed_to_zero(op)
         # Bytes so many and so little aligned that a program takes one slot at a time.
@@ -177,17 +183,45 @@ def _shared() -> dict[str, Any]:
 
 
 def _resolved() -> dict[str, Any]:
-    """Return a call of verify_resolved with an entry of position 0 that follows another one, unlike any of a plan's."""
+    """Return a call of verify_resolved with entries unlike any of a plan's.
+
+    One of position 0 follows another one, and the last one follows the first slot behind the records.
+    """
     records = _words(6 * 4).view(6, 4)
     return {
         "rows": torch.tensor([1]),
         "resolved": ResolvedSlots(
-            entries=torch.tensor([[1, ~0], [2, 1], [3, 0], [4, 1]], dtype=torch.int32),
-            runs=torch.tensor([[HEAD_OF_CHAIN, 0], [5, 0], [5, -1], [5, 0]], dtype=torch.int32),
-            num_valid=torch.tensor([4], dtype=torch.int32),
-            num_requested=torch.tensor([4]),
+            entries=torch.tensor([[1, ~0], [2, 1], [3, 0], [4, 1], [5, ~1]], dtype=torch.int32),
+            runs=torch.tensor([[HEAD_OF_CHAIN, 0], [5, 0], [5, -1], [5, 0], [6, 0]], dtype=torch.int32),
+            num_valid=torch.tensor([5], dtype=torch.int32),
+            num_requested=torch.tensor([5]),
         ),
         "endpoint": Endpoint(tag=Tag.TAIL_FULL, records=records),
+        "step": torch.tensor([9]),
+        "violations": ViolationLog.allocate(ring_cap=8),
+        "counters": torch.zeros(len(Tag), 2, dtype=torch.int64),
+    }
+
+
+def _wrong_alone(half: str, *, fingerprint: int, kv: int) -> dict[str, Any]:
+    """Return a call of verify_resolved where K or V alone is wrong: its bytes have another fingerprint than KV says."""
+    # Of one word, whose mixed value's upper half is 0.
+    word = _unmixed(fingerprint) ^ int(mix(torch.tensor(0)))
+    layer = torch.tensor([[0], [to_signed(word & ((1 << 64) - 1))]]).view(torch.uint8)
+    records = torch.zeros(2, 4, dtype=torch.int64)
+    ident = identity(torch.tensor([3]), torch.tensor([0]))
+    records[1] = torch.tensor([int(ident), int(next_chain(torch.tensor([ANCHOR]), ident)), kv, 8])
+    source = KvSource(layers=(layer,), page_size=1, bytes_per_token=8)
+    sources: dict[str, Any] = {half: source}
+    return {
+        "rows": torch.tensor([1]),
+        "resolved": ResolvedSlots(
+            entries=torch.tensor([[1, ~0]], dtype=torch.int32),
+            runs=torch.tensor([[HEAD_OF_CHAIN, 0]], dtype=torch.int32),
+            num_valid=torch.tensor([1], dtype=torch.int32),
+            num_requested=torch.tensor([1]),
+        ),
+        "endpoint": Endpoint(tag=Tag.TAIL_FULL, records=records, **sources),
         "step": torch.tensor([9]),
         "violations": ViolationLog.allocate(ring_cap=8),
         "counters": torch.zeros(len(Tag), 2, dtype=torch.int64),
