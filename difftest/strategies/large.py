@@ -82,6 +82,13 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
         yield call | {"endpoint": dataclasses.replace(call["endpoint"], k_source=short)}
         yield _wrong_alone("k_source", fingerprint=_LOW_32, kv=5)
         yield _wrong_alone("v_source", fingerprint=0, kv=5 << 32)
+        # The token alone is.
+        expected = {"expected_tokens": torch.zeros(2, 1, dtype=torch.int32), "expected_lens": torch.tensor([1])}
+        yield _wrong_alone("k_source", fingerprint=0, kv=0) | expected
+        # The chain alone is.
+        call = _wrong_alone("k_source", fingerprint=0, kv=0)
+        call["endpoint"].records[1, 1] += 1
+        yield call
     elif op in ("seal", "verify_seals"):
         yield _hashed_to_zero(op)
         # Bytes so many and so little aligned that a program takes one slot at a time.
@@ -204,7 +211,7 @@ def _resolved() -> dict[str, Any]:
 
 
 def _wrong_alone(half: str, *, fingerprint: int, kv: int) -> dict[str, Any]:
-    """Return a call of verify_resolved where K or V alone is wrong: its bytes have another fingerprint than KV says."""
+    """Return a call of verify_resolved where nothing but K or V is wrong, if that is: its bytes have `fingerprint`."""
     # Of one word, whose mixed value's upper half is 0.
     word = _unmixed(fingerprint) ^ int(mix(torch.tensor(0)))
     layer = torch.tensor([[0], [to_signed(word & ((1 << 64) - 1))]]).view(torch.uint8)

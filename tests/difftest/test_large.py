@@ -17,7 +17,7 @@ COUNTS = {
     "verify_seals": 2,
     "plan": 1,
     "verify_prefixes": 1,
-    "verify_resolved": 4,
+    "verify_resolved": 6,
 }
 
 
