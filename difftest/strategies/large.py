@@ -95,6 +95,7 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
         yield _sealed(op, num_bytes=1027)
     elif op in ("plan", "verify_prefixes"):
         yield _prefixes(op, 2 * _REQUESTS_AT_ONCE + 52)
+        yield _beyond(op)
 
 
 def _write(requests: list[tuple[int, int]], *, num_bytes: int, read_bytes: int | None = None) -> dict[str, Any]:
@@ -299,18 +300,34 @@ def _prefixes(op: str, count: int) -> dict[str, Any]:
         "prefix_lens": torch.from_numpy(rng.integers(0, 3, count)),
         "extend_lens": torch.ones(count, dtype=torch.int64),
         "req_to_token": torch.from_numpy(rng.integers(0, num_slots, (count + 1, 4), dtype=np.int32)),
-        "write_plan": WritePlan.allocate(write_cap=count),
-        "status": torch.zeros(1, dtype=torch.int32),
     }
+    return batch | _places(op, size=count, num_slots=num_slots)
+
+
+def _beyond(op: str) -> dict[str, Any]:
+    """Return a call of plan or verify_prefixes for a request behind whose cached tokens the table is beyond the LUT."""
+    batch = {
+        "rows": torch.tensor([1]),
+        "prefix_lens": torch.tensor([2]),
+        "extend_lens": torch.tensor([1]),
+        "req_to_token": torch.tensor([[9, 9, 9], [1, 2, 9]], dtype=torch.int32),
+        "lut": torch.arange(4),
+    }
+    return batch | _places(op, size=1, num_slots=4)
+
+
+def _places(op: str, *, size: int, num_slots: int) -> dict[str, Any]:
+    """Return what a call of plan or verify_prefixes takes beside so many requests, and where its results go."""
+    both = {"write_plan": WritePlan.allocate(write_cap=size), "status": torch.zeros(1, dtype=torch.int32)}
     if op == "plan":
-        return {**batch, "verify_plan": VerifyPlan.allocate(verify_cap=3 * count)}
+        return {**both, "verify_plan": VerifyPlan.allocate(verify_cap=3 * size)}
     records = _words(num_slots * 4).view(num_slots, 4)
     return {
-        **batch,
+        **both,
         "step": torch.tensor([9]),
         "endpoint": Endpoint(tag=Tag.HEAD_FULL, records=records),
-        "resolved": ResolvedSlots.allocate(entry_cap=3 * count),
-        "violations": ViolationLog.allocate(ring_cap=4 * count),
+        "resolved": ResolvedSlots.allocate(entry_cap=3 * size),
+        "violations": ViolationLog.allocate(ring_cap=4 * size),
         "counters": torch.zeros(len(Tag), 2, dtype=torch.int64),
     }
 

@@ -15,8 +15,8 @@ COUNTS = {
     "scatter_token_ids": 7,
     "seal": 2,
     "verify_seals": 2,
-    "plan": 1,
-    "verify_prefixes": 1,
+    "plan": 2,
+    "verify_prefixes": 2,
     "verify_resolved": 6,
 }
 
@@ -40,4 +40,4 @@ def test_they_go_round_the_inner_loops_three_times(device: torch.device) -> None
     longest = [int(plan.offsets.diff().max()) for plan in plans]
     assert longest[:3] == [2 * at_once * NARROW_TILE + 1, 2 * at_once * TILE_TOKENS + 1, 1]
     assert max(len(plan.rows) for plan in plans) > 2 * MAX_REQUESTS
-    assert all(len(case["rows"]) > 2 * MAX_BLOCK_REQUESTS for case in large_cases("plan", device))
+    assert len(next(large_cases("plan", device))["rows"]) > 2 * MAX_BLOCK_REQUESTS
