@@ -310,7 +310,8 @@ def _beyond(op: str) -> dict[str, Any]:
         "rows": torch.tensor([1]),
         "prefix_lens": torch.tensor([2]),
         "extend_lens": torch.tensor([1]),
-        "req_to_token": torch.tensor([[9, 9, 9], [1, 2, 9]], dtype=torch.int32),
+        "req_to_token": torch.tensor([[9, 9], [1, 9]], dtype=torch.int32),
+        "page_size": 2,
         "lut": torch.arange(4),
     }
     return batch | _places(op, size=1, num_slots=4)
