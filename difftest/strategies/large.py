@@ -57,8 +57,9 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
         yield _with_wrong_seeds(_write([(1, 5)] * 40, num_bytes=16), count=0)
         # Few inputs, which one program takes at once, and thrice as many tokens.
         yield _thrice(_write([(0, 60), (0, 0), (0, 0), (0, 0), (0, 0)], num_bytes=16))
-        # A last window of one byte, and windows that take several steps.
+        # A last window of one byte, windows of tokens that one step takes whole, and windows that take several steps.
         yield _write([(3, 20)], num_bytes=17, read_bytes=16)
+        yield _write([(3, 20)], num_bytes=64, read_bytes=16)
         yield _write([(3, 20)], num_bytes=1024)
     elif op == "chain_tails":
         for length in (1 << 16, (1 << 16) + 1, 70_000):
