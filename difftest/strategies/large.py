@@ -61,6 +61,8 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
         yield _write([(3, 20)], num_bytes=17, read_bytes=16)
         yield _write([(3, 20)], num_bytes=64, read_bytes=16)
         yield _write([(3, 20)], num_bytes=1024)
+        # Bytes that are read two at a time, and end inside a word.
+        yield _write([(3, 20)], num_bytes=10)
     elif op == "chain_tails":
         for length in (1 << 16, (1 << 16) + 1, 70_000):
             yield _segments([length, 3], num_rows=3) | {"anchors": None, "tails": _words(3), "pool": None}

@@ -10,7 +10,7 @@ from kv_canary.difftest.strategies.large import large_cases
 from kv_canary.specs import get_spec
 
 COUNTS = {
-    "write": 15,
+    "write": 16,
     "chain_tails": 6,
     "scatter_token_ids": 7,
     "seal": 2,
