@@ -99,6 +99,8 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
     elif op in ("plan", "verify_prefixes"):
         yield _prefixes(op, 2 * _REQUESTS_AT_ONCE + 52)
         yield _beyond(op)
+        for window, step in ((0, -7), (90, 4)):
+            yield _strided(op, window=window, step=step)
 
 
 def _write(requests: list[tuple[int, int]], *, num_bytes: int, read_bytes: int | None = None) -> dict[str, Any]:
@@ -318,6 +320,33 @@ def _beyond(op: str) -> dict[str, Any]:
         "lut": torch.arange(4),
     }
     return batch | _places(op, size=1, num_slots=4)
+
+
+def _strided(op: str, *, window: int, step: int) -> dict[str, Any]:
+    """Return a call of plan or verify_prefixes for requests of all strides and lengths, and some that cannot be."""
+    rng, num_slots = np.random.default_rng(window), 900
+    prefix_lens = [0, 1, 15, 16, 17, 33, 48, 64, 65, 100, 130, 131, 160, 200, 4, 4, 4, 4, -1, 201]
+    count = len(prefix_lens)
+    rows, extend_lens = torch.arange(1, count + 1), torch.arange(count) % 4
+    rows[4], rows[7], rows[8], rows[15] = 0, (1 << 31) - 1, 1 << 31, -3
+    extend_lens[16], extend_lens[17] = -1, 1 << 31
+    batch = {
+        "rows": rows,
+        "table_rows": torch.arange(count - 1, -1, -1),
+        "owners": torch.arange(70, 70 + count),
+        "prefix_lens": torch.tensor(prefix_lens),
+        "extend_lens": extend_lens,
+        "req_to_token": torch.from_numpy(rng.integers(0, num_slots // 4, (count, 50), dtype=np.int32)),
+        "page_size": 4,
+        "lut": torch.from_numpy(rng.permutation(num_slots)),
+        "window": window,
+        "strides": torch.tensor([3, 2, 1, 4] * 5),
+        "step": torch.tensor([step]),
+        "expected_tokens": torch.from_numpy(rng.integers(0, 1 << 17, (count - 1, 150), dtype=np.int32)),
+        "expected_lens": torch.arange(count) * 11,
+        "token_offset": -1,
+    }
+    return batch | _places(op, size=20 * count, num_slots=num_slots)
 
 
 def _places(op: str, *, size: int, num_slots: int) -> dict[str, Any]:
