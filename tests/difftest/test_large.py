@@ -15,8 +15,8 @@ COUNTS = {
     "scatter_token_ids": 7,
     "seal": 2,
     "verify_seals": 2,
-    "plan": 4,
-    "verify_prefixes": 4,
+    "plan": 5,
+    "verify_prefixes": 5,
     "verify_resolved": 6,
 }
 
