@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from operator import attrgetter, getitem
+from itertools import compress
+from operator import attrgetter, getitem, is_not
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ _MOST_LISTS = 4
 # Rows that are taken in between two looks at whose requests have ended.
 _MOST_TAKEN = 256
 _PROMPT, _OUTPUT = attrgetter("origin_input_ids"), attrgetter("output_ids")
+# What runs for each request of a list does so without Python.
+_NEXT = (1).__add__
 
 
 class Requests:
@@ -97,7 +100,7 @@ class _Rows:
         there = list(map(self._members.__getitem__, rows))
         if there == reqs:
             return []
-        return [i for i, (known, req) in enumerate(zip(there, reqs, strict=True)) if known is not req]
+        return list(compress(range(len(reqs)), map(is_not, there, reqs)))
 
     def take(self, row: int, req: Any, *, owner: int, identity: int) -> None:
         """Take in whose a row is."""
@@ -268,7 +271,7 @@ class _List:
         if forward_batch.seq_lens_sum != last.num_cached + 2 * count:
             return None
         if self._texts:
-            self._at = [place + 1 for place in self._at]
+            self._at = list(map(_NEXT, self._at))
         else:
             self._at = (last.prefix - self._prompts).tolist()
             if min(self._at) < 0:
