@@ -38,6 +38,8 @@ class CanaryConfig:
         seals: keep a hash of every byte of each slot, and go round the pools verifying them: "layer" tells layers
             apart, as far as records and seals stay below 0.3 % of the pool; "model" takes all of them together; "off".
         scrub_share: share of the time that going round the pools may take.
+        admission: where seals are kept, hold a request's cached prefix against them before its first forward.
+        completion: likewise, hold all that a request rested on against them when it has ended.
         stride: a cached position is verified on admission and then every so many steps. None: 1 on a CPU; on a GPU
             chosen, up to `max_stride`, so that the canary takes `overhead_target` of a step.
         overhead_target: share of a step's time that the canary may take where it chooses the stride.
@@ -79,6 +81,8 @@ class CanaryConfig:
     records: Records = "one"
     seals: Seals = "off"
     scrub_share: float = 0.005
+    admission: bool = True
+    completion: bool = True
     stride: int | None = None
     overhead_target: float = 0.01
     max_stride: int = 32

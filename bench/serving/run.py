@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -22,6 +23,8 @@ from kv_canary.bench.serving.modes import MODELS, MODES, NONE, Shape
 # Seconds that a scheduler may take to start, and to answer.
 _START, _ANSWER = 300, 240
 _HOST_STEPS, _TRACED_STEPS = 64, 28
+# Cores that schedulers use; where there are no more than these, they run where they like.
+_CORES = 4
 # What CUDA graphs' sizes a service needs that has any number of requests.
 _PARTS = 8
 
@@ -72,6 +75,8 @@ class Row:
         stream_us: what its launches take up of the forwards' stream, a decode step; what else the host does meanwhile
             counts where the stream has nothing to do.
         operations: device operations of a step that none has not, or has less of: count and microseconds.
+        rounds: of each round in turn its tokens per second, its step in milliseconds, and what the canary's own clock
+            says that a step costs its host, in microseconds, as far as they are known.
         checks: what has to hold of the mode's results, and does not.
     """
 
@@ -91,6 +96,7 @@ class Row:
     host_us: float | None = None
     stream_us: float | None = None
     operations: dict[str, dict[str, float]] = field(default_factory=dict)
+    rounds: list[dict[str, float]] = field(default_factory=list)
     checks: list[str] = field(default_factory=list)
 
 
@@ -211,6 +217,7 @@ class Measurement:
                 vocabulary=shape.vocabulary,
                 log=settings.out / f"{self._model}-{mode}.log",
                 frozen=settings.frozen,
+                cores=_cores(),
             )
             self._schedulers[mode] = Scheduler(mode, spec, shared)
         for mode, scheduler in list(self._schedulers.items()):
@@ -255,6 +262,10 @@ class Measurement:
             ratios = [a / b["tokens_per_s"] for a, b in zip(rates, plain, strict=False)]
             row = Row(model=self._model, phase=phase, shape=shape, mode=mode, n=len(rates))
             row.tokens_per_s = statistics.median(rates)
+            row.rounds = [
+                {name: round(a[name], 3) for name in ("tokens_per_s", "step_ms", "guard_us") if a.get(name) is not None}
+                for a in answers
+            ]
             if ratios:
                 row.ratio, row.low, row.high = statistics.median(ratios), min(ratios), max(ratios)
                 row.best = max(rates) / max(b["tokens_per_s"] for b in plain)
@@ -346,6 +357,12 @@ def new_folder() -> Path:
 def show(rows: Sequence[Row]) -> None:
     """Print the rows."""
     Console().print(table(rows))
+
+
+def _cores() -> tuple[int, ...]:
+    """Return the cores that every scheduler uses, so that a slow one slows them all: one of them runs at a time."""
+    there = sorted(os.sched_getaffinity(0))
+    return tuple(there[-_CORES:]) if len(there) > _CORES else ()
 
 
 def _environment(device: str, mode: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import itertools
@@ -9,10 +10,11 @@ import json
 import os
 import statistics
 import sys
+import threading
 import time
 import traceback
 from array import array
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -43,6 +45,7 @@ class Spec:
         log: where its output goes.
         frozen: whether Python's garbage collector leaves alone what is there after the warm-up, as SGLang's HTTP server
             has it; its offline engine has not.
+        cores: on the first of which the scheduler's thread runs, and on the others all others; empty: where they like.
     """
 
     model: Path
@@ -52,6 +55,7 @@ class Spec:
     vocabulary: int
     log: Path
     frozen: bool
+    cores: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +141,8 @@ class Worker:
 
     def _obey(self) -> Generator[None, None, None]:
         while (command := self._connection.recv())["do"] != "stop":
+            # Threads that came since are pinned like the others.
+            _pin(self._spec.cores)
             do = getattr(self, f"do_{command.pop('do')}")
             self._connection.send((yield from do(**command)))
 
@@ -307,11 +313,21 @@ class Worker:
             return {}
         summary = session.manager.summary()
         return {
+            "guard_us": None if summary.cost is None else summary.cost.host_us,
             "stride": summary.stride,
             "relied_on": summary.positions_relied_on,
             "verified": summary.positions_verified,
             "violations": summary.violations,
         }
+
+
+def _pin(cores: Sequence[int]) -> None:
+    """Let this thread run on the first core, and the process's others on the others: one core is not like the next."""
+    if len(cores) > 1:
+        for thread in map(int, os.listdir("/proc/self/task")):
+            # It may have ended.
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread, cores[:1] if thread == threading.get_native_id() else cores[1:])
 
 
 def _session() -> Any:

@@ -74,6 +74,7 @@ def verify_seals(
                 position = record[0] >> 32
                 row = [site, reasons, slot, 0, position, record[0], -1, record[1], 0, old, new, record[3], int(step)]
                 report(violations, [*row, 0, 0, band])
+                checked[3] = signed(int(checked[3]) + 1)
 
 
 def _taken(slots: torch.Tensor | None, span: torch.Tensor, endpoint: Endpoint) -> Iterator[int]:

@@ -283,7 +283,7 @@ def _seals(op: str, source: KvSource, *, num_slots: int) -> dict[str, Any]:
     }
     if op == "seal":
         return call | {"written_in": None}
-    checked = torch.zeros(3, dtype=torch.int64)
+    checked = torch.zeros(4, dtype=torch.int64)
     return call | {"step": torch.tensor([9]), "violations": ViolationLog.allocate(ring_cap=4), "checked": checked}
 
 

@@ -42,7 +42,7 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
         **pool.arguments,
         "step": int64([draw(steps)]),
         "violations": draw(violation_logs()),
-        "checked": torch.arange(3) * 1000,
+        "checked": torch.arange(4) * 1000,
     }
 
 

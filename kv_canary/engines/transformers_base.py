@@ -31,6 +31,7 @@ class Events:
     Args:
         freed: (pool, slots, request): nothing names their content any more, because of that request if one is named.
         copied: (pool, source slots, destination slots, request): the engine copied them, for that request.
+        request_ended: (request): it has ended, and its blocks are about to be freed.
         request_freed: (request): the engine forgot its blocks.
         all_freed: every request was forgotten.
         reused: (pool, slots): their memory now holds what another pool's slots name.
@@ -41,6 +42,7 @@ class Events:
 
     freed: Callable[[KvPool, torch.Tensor, str | None], None]
     copied: Callable[[KvPool, torch.Tensor, torch.Tensor, str], None]
+    request_ended: Callable[[str], None]
     request_freed: Callable[[str], None]
     all_freed: Callable[[], None]
     reused: Callable[[KvPool, torch.Tensor], None]
@@ -205,6 +207,9 @@ class Layout(ABC):
         """Watch requests being forgotten, and the prefix cache taking blocks in, by the cache's method `marks`."""
 
         def free(original: Callable[..., Any], request_id: str, *args: Any, **kwargs: Any) -> Any:
+            # Otherwise it is put off, and comes again.
+            if not (args or kwargs.get("no_cache")):
+                events.request_ended(request_id)
             self.freeing = request_id
             try:
                 result = original(request_id, *args, **kwargs)

@@ -84,6 +84,8 @@ class Session:
         # Forwards run in the engine's thread; flushes and uninstalling come from others.
         self._lock = threading.RLock()
         self._freed: dict[tuple[KvPool, int], list[torch.Tensor]] = {}
+        # Requests that have ended, with the slots of each by group.
+        self._ended: list[tuple[str, dict[str, torch.Tensor]]] = []
         self._patches = Patches(failed=self._hook_failed)
         # All that HEAD and TAIL work on is allocated on their stream, so that it is not reused while they run.
         with self._on_stream():
@@ -112,6 +114,7 @@ class Session:
         events = Events(
             freed=self._note_freed,
             copied=self._copied,
+            request_ended=self._note_ended,
             request_freed=self._forget,
             all_freed=self._forget_all,
             reused=self._drop,
@@ -143,8 +146,7 @@ class Session:
         """
         with self._lock:
             error, self.error = self.error, None
-            with self._contained("flush"), self._on_stream():
-                self.manager.flush()
+            self._flush()
         if error is not None:
             raise error
 
@@ -156,12 +158,19 @@ class Session:
                 return
             self.processor = None
             try:
-                with self._contained("flush"), self._on_stream():
-                    self.manager.flush()
+                self._flush()
             except CanaryViolationError as error:
                 self.error = self.error or error
             finally:
                 self.manager.close()
+
+    def _flush(self) -> None:
+        with self._contained("flush"), self._on_stream():
+            self.manager.flush()
+            # The engine's thread may be in a forward.
+            if self._ended and self.manager.is_idle:
+                self._complete_ended()
+                self.manager.flush()
 
     def _hook_failed(self, method: str, error: Exception) -> None:
         """Take in that what the engine told by a call of `method` could not be followed."""
@@ -175,6 +184,7 @@ class Session:
         """Take in that nobody can say what any slot holds: all of them are taken in anew, as they are read."""
         # What could not be retired in time must not be later: whoever has such a slot by then would lose its mark.
         self._freed.clear()
+        self._ended.clear()
         for pool in self.manager.pools:
             self.manager.unverified.forget_all(pool)
 
@@ -385,7 +395,26 @@ class Session:
         owner = 0 if request_id is None else self._rows.owner(request_id)
         self._freed.setdefault((pool, owner), []).append(slots)
 
+    def _note_ended(self, request_id: str) -> None:
+        if not self.manager.completes:
+            return
+        slots = {
+            group.name: self.layout.block_slots(group.pool, self.layout.block_table(g).get(request_id, []))
+            for g, group in enumerate(self.layout.groups)
+        }
+        self._ended.append((request_id, slots))
+
+    def _complete_ended(self) -> None:
+        """Hold what ended requests rested on against its seals, before its slots are retired."""
+        ended, self._ended = self._ended, []
+        with self._contained("completing requests"), self._on_stream():
+            for request_id, slots in ended:
+                sent = send(self.manager.device, *(its.tolist() for its in slots.values()))
+                self.manager.complete(request_id, dict(zip(slots, sent, strict=True)))
+
     def _retire_freed(self) -> None:
+        if self._ended:
+            self._complete_ended()
         if not self._freed:
             return
         freed, self._freed = self._freed, {}
@@ -397,6 +426,7 @@ class Session:
             self._forget_records()
 
     def _cleared(self) -> None:
+        self._complete_ended()
         self._freed.clear()
         with self._on_stream():
             self.manager.clear()

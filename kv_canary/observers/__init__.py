@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kv_canary.config import CanaryConfig
-from kv_canary.observers.base import Observer, StepFacts
+from kv_canary.observers.base import Observer, RequestVerdict, StepFacts
 from kv_canary.observers.health import HealthCheck
 from kv_canary.observers.overflow import OverflowWarner
 
-__all__ = ["HealthCheck", "Observer", "OverflowWarner", "StepFacts", "observers_of"]
+__all__ = ["HealthCheck", "Observer", "OverflowWarner", "RequestVerdict", "StepFacts", "observers_of"]
 
 
 def observers_of(config: CanaryConfig) -> list[Observer]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kv_canary.ranks import RankReport
     from kv_canary.reports import ViolationReport
     from kv_canary.runtime.batch import ForwardBatch, WatchedForward
     from kv_canary.runtime.cost import CanaryCost
-    from kv_canary.runtime.summary import CanaryStatus
+    from kv_canary.runtime.summary import AuditFacts, CanaryStatus, ScrubFacts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,8 @@ class StepFacts:
         discarded: found so far in rows whose result the engine threw away.
         stride: how many steps a cached position waits for its turn at most.
         cost: what a step takes, and the canary of it; None before the second step.
+        scrub, audits: what of the pools has been held against its seals so far, as in `CanarySummary`; None where
+            nothing is sealed.
     """
 
     step: int
@@ -48,6 +50,39 @@ class StepFacts:
     discarded: int
     stride: int
     cost: CanaryCost | None = None
+    scrub: ScrubFacts | None = None
+    audits: AuditFacts | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestVerdict:
+    """What became of all bytes of K and V that a request which has ended rested on.
+
+    Args:
+        request_id: how reports call it.
+        step: the last one before it was looked at.
+        slots: held against their seals, in all groups.
+        layers: of K and V, all bytes of which were looked at in each.
+        unsealed: its slots with a record and no seal, so that nobody can say.
+        damaged: bands of layers of its slots whose bytes are not those that were sealed; each is a violation too.
+    """
+
+    request_id: str
+    step: int
+    slots: int
+    layers: int
+    unsealed: int
+    damaged: int
+
+    @property
+    def verdict(self) -> str:
+        """ "damaged", "partial" where some slots have no seal, or "intact"."""
+        return "damaged" if self.damaged else "partial" if self.unsealed else "intact"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        counts = {"slots": self.slots, "layers": self.layers, "unsealed": self.unsealed, "damaged": self.damaged}
+        return {"request_id": self.request_id, "step": self.step, "verdict": self.verdict, **counts}
 
 
 class Observer:
@@ -65,6 +100,9 @@ class Observer:
 
     def on_report(self, report: ViolationReport) -> None:
         """Called with every violation that is written out."""
+
+    def on_request(self, verdict: RequestVerdict) -> None:
+        """Called once for every request that has ended, where seals are kept: what became of its K and V is known."""
 
     def on_step(self, facts: StepFacts) -> None:
         """Called once for every step, when its words have arrived: one step late, or more, behind its reports."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kv_canary.config import CanaryConfig
 from kv_canary.errors import must_be
-from kv_canary.observers.base import Observer, StepFacts
+from kv_canary.observers.base import Observer, RequestVerdict, StepFacts
 from kv_canary.observers.overflow import names_of
 from kv_canary.output import logger, post
 from kv_canary.ratelimit import RateLimit
@@ -32,10 +32,13 @@ _PATIENCE = 0.1
 _PAUSE = 10.0
 # Violations that are written in a minute; an event says how many were held back before it.
 REPORTS_PER_MINUTE = 600
+# Likewise requests that have ended, those that were intact and the others each.
+VERDICTS_PER_MINUTE = 6000
 
 
 class EventLog(Observer):
-    """Appends what happens to a file: `start`, `status`, `report`, `ranks`, `overflow`, `missing`, `lost`, `stop`.
+    """Appends what happens to a file: `start`, `status`, `report`, `request_verified`, `ranks`,
+    `overflow`, `missing`, `lost`, `stop`.
 
     Every object has `time` (ISO 8601, UTC), `pid` and `event`; docs/metrics.md has the rest. Nothing is held open, so
     that the file can be moved away at any time. Only its owner can read it: it names requests and holds their tokens. A
@@ -69,6 +72,8 @@ class EventLog(Observer):
         self._path, self._most_bytes = path.absolute(), most_bytes
         self._limit = limit or RateLimit()
         self._reports = RateLimit(0, per_minute=REPORTS_PER_MINUTE, clock=clock)
+        # Those that were intact apart: they hold back no other.
+        self._verdicts = {intact: RateLimit(0, per_minute=VERDICTS_PER_MINUTE, clock=clock) for intact in (True, False)}
         self._now, self._clock = now, clock
         # Used by the output thread alone: lines lost, and until when nothing is tried.
         self._lost, self._pauses_until = 0, 0.0
@@ -86,6 +91,11 @@ class EventLog(Observer):
         held_back = self._reports.admit("report")
         if held_back is not None:
             self._write("report", step=report.step, report=report.as_dict(), held_back=held_back)
+
+    def on_request(self, verdict: RequestVerdict) -> None:
+        held_back = self._verdicts[verdict.verdict == "intact"].admit("request_verified")
+        if held_back is not None:
+            self._write("request_verified", held_back=held_back, **verdict.as_dict())
 
     def on_ranks(self, report: RankReport) -> None:
         self._write("ranks", step=report.step, report=report.as_dict())

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kv_canary.constants import Status, Tag
 from kv_canary.errors import must_be
-from kv_canary.observers.base import Observer, StepFacts
+from kv_canary.observers.base import Observer, RequestVerdict, StepFacts
 from kv_canary.observers.metrics_server import ADDRESS, MetricsServer
 from kv_canary.observers.overflow import names_of
 from kv_canary.runtime.summary import CanaryStatus
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kv_canary.reports import ViolationReport
     from kv_canary.runtime.batch import ForwardBatch, WatchedForward
     from kv_canary.runtime.cost import CanaryCost
+    from kv_canary.runtime.summary import ScrubFacts
 
 # A label's values, and the number that stands there.
 _Sample = tuple[tuple[str, ...], float]
@@ -71,6 +72,8 @@ class _Totals:
     reported: Counter[tuple[str, str]] = field(default_factory=Counter)
     reports: int = 0
     rank_differences: int = 0
+    # Requests that have ended, by what became of their K and V.
+    verdicts: Counter[str] = field(default_factory=Counter)
 
     def by_tag(self, column: int) -> Iterator[_Sample]:
         if self.facts is not None:
@@ -88,6 +91,21 @@ class _Totals:
         value = None if cost is None else read(cost)
         if value is not None:
             yield (), value
+
+    def of_scrub(self, read: Callable[[ScrubFacts], float | None]) -> Iterator[_Sample]:
+        """Yield what `read` says; nothing where nothing is sealed, or it is not known."""
+        scrub = None if self.facts is None else self.facts.scrub
+        value = None if scrub is None else read(scrub)
+        if value is not None:
+            yield (), value
+
+    def sealed(self) -> Iterator[_Sample]:
+        """Yield how many slots were held against their seals, by when."""
+        if self.facts is not None and self.facts.scrub is not None:
+            yield ("scrub",), self.facts.scrub.verified
+        if self.facts is not None and self.facts.audits is not None:
+            yield ("admission",), self.facts.audits.admitted
+            yield ("completion",), self.facts.audits.verified
 
     def found(self) -> Iterator[_Sample]:
         found = {} if self.facts is None else self.facts.found
@@ -180,6 +198,32 @@ METRICS = (
         doc="Slots that launches verified or recorded, by launch site.",
         labels=("tag",),
         read=lambda t: t.by_tag(1),
+    ),
+    MetricSpec(
+        name="kv_canary_sealed_slots_verified_total",
+        kind="counter",
+        doc="Slots all of whose bytes were held against their seals, by when: scrub, admission, completion.",
+        labels=("moment",),
+        read=lambda t: t.sealed(),
+    ),
+    MetricSpec(
+        name="kv_canary_requests_verified_total",
+        kind="counter",
+        doc="Requests that have ended, by what became of all bytes that they rested on: intact, partial, damaged.",
+        labels=("verdict",),
+        read=lambda t: (((verdict,), count) for verdict, count in t.verdicts.items()),
+    ),
+    MetricSpec(
+        name="kv_canary_scrub_rounds_total",
+        kind="counter",
+        doc="Times that every pool was gone through and held against its seals; absent where nothing is sealed.",
+        read=lambda t: t.of_scrub(lambda scrub: scrub.rounds),
+    ),
+    MetricSpec(
+        name="kv_canary_scrub_oldest_seconds",
+        kind="gauge",
+        doc="Age of the byte that was looked at longest ago; absent before the first round is over.",
+        read=lambda t: t.of_scrub(lambda scrub: scrub.oldest),
     ),
     MetricSpec(
         name="kv_canary_status",
@@ -294,6 +338,10 @@ class PrometheusMetrics(Observer):
         with self._lock:
             self._totals.reports += 1
             self._totals.reported.update((report.group, reason) for reason in report.reasons)
+
+    def on_request(self, verdict: RequestVerdict) -> None:
+        with self._lock:
+            self._totals.verdicts[verdict.verdict] += 1
 
     def on_ranks(self, report: RankReport) -> None:
         with self._lock:

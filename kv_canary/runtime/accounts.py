@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import Reason, Status, Tag
-from kv_canary.observers import HealthCheck, Observer, StepFacts
+from kv_canary.observers import HealthCheck, Observer, RequestVerdict, StepFacts
 from kv_canary.output import OUTPUT, logger
 from kv_canary.ranks import RankReport
 from kv_canary.redact import Redactor
 from kv_canary.reports import CanaryViolationError, Decoder, Incident, ViolationReport
 from kv_canary.reports.decode import reason_names
 from kv_canary.reports.reporter import IncidentReporter, most_telling
+from kv_canary.runtime.audits import Audits
 from kv_canary.runtime.batch import ForwardBatch, WatchedForward
 from kv_canary.runtime.cost import Costs
 from kv_canary.runtime.drain import Findings, StepWords
@@ -22,7 +24,8 @@ from kv_canary.runtime.guard import Guard
 from kv_canary.runtime.history import StepHistory, StepRecord
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.rows import OwnerNames
-from kv_canary.runtime.summary import RECENT_STEPS, CanaryStatus, CanarySummary, ScrubFacts
+from kv_canary.runtime.seals import Scrub
+from kv_canary.runtime.summary import RECENT_STEPS, CanaryStatus, CanarySummary
 
 # The entries that HEAD has verified, among the counters.
 _HEAD_FULL, _HEAD_SWA = 2 * Tag.HEAD_FULL + 1, 2 * Tag.HEAD_SWA + 1
@@ -36,6 +39,7 @@ class Accounts:
         config: how to react.
         guard: takes in what callbacks and observers raise; none of it goes further.
         costs: says what steps cost.
+        scrub, audits: say what of the pools has been held against its seals.
         rows: where owners come from, for their names; None if the engine has its own.
         on_report: called with every report that is written out.
         observers: told of every step and report.
@@ -48,6 +52,8 @@ class Accounts:
         config: CanaryConfig,
         guard: Guard,
         costs: Costs,
+        scrub: Scrub,
+        audits: Audits,
         rows: OwnerNames | None,
         on_report: Callable[[ViolationReport], None] | None,
         observers: Sequence[Observer],
@@ -61,6 +67,7 @@ class Accounts:
         self._checks: list[HealthCheck] = []
         self.join(*observers)
         self._config, self._guard, self._costs = config, guard, costs
+        self._scrub, self._audits = scrub, audits
         self._rows, self._on_report = rows, on_report
         self._steps = StepHistory()
         self.redactor = Redactor.of(config)
@@ -133,6 +140,15 @@ class Accounts:
         for observer in self.observers:
             self._call(observer.on_ranks, report)
 
+    def take_verdicts(self, verdicts: Sequence[RequestVerdict]) -> None:
+        """Hand on what became of requests that have ended."""
+        for verdict in verdicts:
+            shown = verdict
+            if self.redactor is not None:
+                shown = replace(verdict, request_id=self.redactor.name(verdict.request_id) or "")
+            for observer in self.observers:
+                self._call(observer.on_request, shown)
+
     def take(self, findings: Findings) -> None:
         """Count, log and hand on what was drained; all counters are up to date before anything can raise.
 
@@ -190,7 +206,7 @@ class Accounts:
         stride: int,
         skipped: int = 0,
         unverified: int = 0,
-        scrub: ScrubFacts | None = None,
+        memory: dict[str, int] | None = None,
     ) -> CanarySummary:
         """Return all of it in numbers.
 
@@ -198,7 +214,7 @@ class Accounts:
             steps: how many were begun.
             counters: launches, then entries, of each tag.
             stride: how many steps a cached position waits for its turn at most.
-            skipped, unverified, scrub: see `CanarySummary`.
+            skipped, unverified, memory: see `CanarySummary`.
         """
         incomplete: Counter[str] = Counter()
         for status, count in self._statuses.items():
@@ -220,7 +236,9 @@ class Accounts:
             failures=dict(self._guard.failures),
             dropped=OUTPUT.dropped,
             cost=self._costs.cost,
-            scrub=scrub,
+            scrub=self._scrub.facts,
+            audits=self._audits.facts,
+            memory=memory or {},
         )
 
     def _summary_now(self) -> dict[str, Any]:
@@ -271,6 +289,8 @@ class Accounts:
             discarded=self._discarded,
             stride=1 if record is None else record.stride,
             cost=self._costs.cost,
+            scrub=self._scrub.facts,
+            audits=self._audits.facts,
         )
 
     def _tell_step(self, step: StepFacts) -> None:

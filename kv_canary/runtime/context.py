@@ -78,6 +78,17 @@ class CanaryContext:
         """Number of the current or last step; the first is 1."""
         return self.state.number
 
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes on the device, by what they are: records, seals and the table of tokens; and K and V, of the engine."""
+        tokens = self.state.token_pool
+        return {
+            "kv": sum(pool.kv_bytes for pool in self.pools),
+            "records": sum(records.nbytes for pool in self.pools for records in pool.buffers),
+            "seals": sum(pool.seals.words.nbytes for pool in self.pools if pool.seals is not None),
+            "tokens": 0 if tokens is None else tokens.nbytes,
+        }
+
     def capacities(self, group: BufferGroup) -> CanaryLaunchCapacities:
         """Return the sizes that launches of `group` are made for."""
         return CanaryLaunchCapacities.from_args(

@@ -407,6 +407,8 @@ class SingleForwardManager:
             )
             self._advance = advance
             self._steps.take_in_gaps(self, batch)
+            if not self.inner:
+                self._steps.admit(self, batch)
             self._steps.perturb(batch)
             self._prepare(batch, captured, strides=strides)
         except BaseException:

@@ -18,8 +18,10 @@ from kv_canary.output import logger
 from kv_canary.perturb import PerturbConfig, Perturber
 from kv_canary.ranks import RankGroup, RankReport, RankWatch
 from kv_canary.reports import Incident, ViolationReport
+from kv_canary.runtime import seals
 from kv_canary.runtime.accounts import Accounts
 from kv_canary.runtime.aside import record_prefix
+from kv_canary.runtime.audits import Audits
 from kv_canary.runtime.budget import Budget
 from kv_canary.runtime.cached import CachedSlots
 from kv_canary.runtime.calibration import measure_cost
@@ -91,11 +93,14 @@ class CanaryManager:
         costs = Costs(self.config.overhead_target, on_gpu=self.device.type == "cuda")
         perturb = PerturbConfig.from_env() if perturb is None else perturb
         perturber = None if perturb is None else Perturber(perturb, self.groups)
+        scrub, audits = Scrub(context), Audits(context)
         self.accounts = Accounts(
             self.groups,
             config=self.config,
             guard=self.guard,
             costs=costs,
+            scrub=scrub,
+            audits=audits,
             rows=rows,
             on_report=on_report,
             observers=[*(() if self.is_off else observers_of(self.config)), *observers],
@@ -115,7 +120,8 @@ class CanaryManager:
             costs=costs,
             unverified=unverified,
             sweeper=Sweeper(context, unverified, cached=cached or (lambda: ())),
-            scrub=Scrub(context),
+            scrub=scrub,
+            audits=audits,
             perturber=perturber,
             ranks=self.ranks,
         )
@@ -200,9 +206,19 @@ class CanaryManager:
         return self._steps.skipped
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no forward is under way."""
+        return self._steps.is_idle
+
+    @property
     def is_off(self) -> bool:
         """Whether the configuration turns the canary off: nothing is verified, recorded or said."""
         return self.config.mode == "off"
+
+    @property
+    def completes(self) -> bool:
+        """Whether requests that have ended are held against the seals of their slots: see `complete`."""
+        return self._steps.audits.completes
 
     @property
     def reports(self) -> deque[ViolationReport]:
@@ -270,6 +286,7 @@ class CanaryManager:
                 sizes += forward.warm_up(tables=its, is_given=its_given, has_table_rows=has_table_rows)
             self.state.warm_up(backend=self.backend)
             self._retirement.warm_up()
+            seals.warm_up(self.context)
             nowhere = torch.zeros(_MOST_AT_ONCE + 1, dtype=torch.int64, device=self.device)
             for pool in self.pools:
                 for count in (1, _MOST_AT_ONCE // 4 + 1, _MOST_AT_ONCE // 2 + 1, _MOST_AT_ONCE + 1):
@@ -293,13 +310,55 @@ class CanaryManager:
         if part.failed:
             self.unverify(pool, slots)
 
+    def complete(self, request_id: str, slots: Mapping[str, torch.Tensor]) -> None:
+        """Hold every byte that a request has rested on against its seal, because the request has ended.
+
+        Nothing is done where no seals are kept, or `completion` is off. What is found is reported with the findings of
+        the next step, and observers are told the verdict (`Observer.on_request`) once it is known. To be called on the
+        stream of the forwards, behind the last forward of the request, and before anybody else is given its slots;
+        before `retire`, which ends their seals.
+
+        Args:
+            request_id: how reports call the request.
+            slots: int64 [n] by name of the group: the slots of all of its positions that may still be read, in any
+                order; 0 or less is no slot.
+
+        Raises:
+            ValueError: in raise mode, there is no such group.
+        """
+        if not self.is_off:
+            with self.guard.contain("completing a request"):
+                self._steps.expect_idle("complete")
+                self._steps.complete(request_id, slots)
+
+    def row_ended(self, row: int) -> None:
+        """Take in that the request of a row has given the slots that its row names back, for good or for a while."""
+        if not self.is_off:
+            self._steps.audits.forget_row(row)
+
+    def arrived(self, pool: KvPool, slots: torch.Tensor, seals: torch.Tensor | None) -> None:
+        """Take in that int64 `slots` of `pool` are back from elsewhere: give them their seals, and hold them to those.
+
+        To be called on the stream of the forwards, between them, once records and bytes are there.
+
+        Args:
+            pool: one of the canary's.
+            slots: whose records are there again.
+            seals: what `KvPool.take_seals` returned of the slots that they were in before; None: nothing.
+        """
+        if not self.is_off:
+            with self.guard.contain("taking in what came back"):
+                pool.put_seals(slots, seals)
+                if seals is not None:
+                    self._steps.audits.arrived(pool, slots)
+
     def move(self, pool: KvPool, src: torch.Tensor, dst: torch.Tensor, *, owner: int) -> None:
         """Carry the records of int64 `src` to `dst`, because the KV was copied so."""
         if self.is_off or not len(src):
             return
         with self.guard.contain("taking in what was copied") as part:
             src, dst = src.to(self.device), dst.to(self.device)
-            seals = pool.take_seals(src)
+            taken = pool.take_seals(src)
             ops.move(
                 src=src,
                 dst=dst,
@@ -308,7 +367,7 @@ class CanaryManager:
                 records=pool.buffers,
                 backend=self.backend,
             )
-            pool.put_seals(dst, seals)
+            pool.put_seals(dst, taken)
             self.unverified.moved(pool, src, dst)
         if part.failed:
             self.unverify(pool, dst)
@@ -387,6 +446,7 @@ class CanaryManager:
                 for records in pool.buffers:
                     records.zero_()
             self.unverified.clear()
+            self._steps.audits.forget()
         if part.failed:
             for pool in self.pools:
                 self.unverified.forget_all(pool)
@@ -447,7 +507,7 @@ class CanaryManager:
             stride=self.budget.stride,
             skipped=self._steps.skipped,
             unverified=self.unverified.taken_in + self.unverified.taken_back,
-            scrub=self._steps.scrub.facts,
+            memory=self.context.memory,
         )
 
     def close(self) -> None:

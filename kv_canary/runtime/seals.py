@@ -9,8 +9,8 @@ import torch
 from kv_canary import ops
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.cost import DeviceTimer
-from kv_canary.runtime.host import send
-from kv_canary.runtime.pools import BufferGroup, KvPool, PoolSeals
+from kv_canary.runtime.host import pinned, send
+from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.runtime.summary import ScrubFacts
 
 # Steps from one piece of a scrub to the next: launches cost the host more than what they read costs the device.
@@ -19,6 +19,8 @@ SCRUB_EVERY = 16
 _UNKNOWN_BANDWIDTH, _SLOW_BANDWIDTH = 100e9, 10e6
 # Seconds without a step that a piece makes up for, at most.
 _LONGEST = 1.0
+# Words that `verify_seals` counts in: launches, slots, slots without a seal, bands that differ.
+SEAL_COUNTS = 4
 # As many slots as there are.
 _ALL = (1 << 63) - 1
 
@@ -49,6 +51,51 @@ def seal_written(
     )
 
 
+def verify_sealed(
+    context: CanaryContext,
+    group: BufferGroup,
+    *,
+    slots: torch.Tensor | None,
+    span: torch.Tensor | None,
+    checked: torch.Tensor,
+) -> None:
+    """Hold slots of a group's pool against their seals, on the stream of the forwards, between them.
+
+    What is found is reported with the findings of the next step. Nothing is done where none are sealed.
+
+    Args:
+        context: of the canary.
+        group: whose pool it is.
+        slots: int64 [n] on the device; None: those of the pool in order.
+        span: int64 [2], see `verify_seals`; None: all of them.
+        checked: what it counts in.
+    """
+    seals = group.pool.seals
+    if seals is None:
+        return
+    ops.verify_seals(
+        slots=slots,
+        span=seals.everything if span is None else span,
+        endpoint=context.endpoint(group, group.sweep_tag, with_bytes=True),
+        layers_per_band=seals.layers_per_band,
+        seed=seals.seed,
+        seals=seals.words,
+        step=context.state.step,
+        violations=context.state.violations,
+        checked=checked,
+        backend=context.backend,
+    )
+
+
+def warm_up(context: CanaryContext) -> None:
+    """Verify nothing by every launch that may verify seals, so that all kernels are compiled."""
+    nothing = torch.zeros(2, dtype=torch.int64, device=context.device)
+    checked = torch.zeros(SEAL_COUNTS, dtype=torch.int64, device=context.device)
+    for group in context.groups:
+        for slots in (None, nothing):
+            verify_sealed(context, group, slots=slots, span=nothing, checked=checked)
+
+
 class Scrub:
     """Goes round the pools, piece by piece, and holds every slot against its seal.
 
@@ -59,13 +106,11 @@ class Scrub:
     def __init__(self, context: CanaryContext) -> None:
         self._context = context
         groups = {g.pool: g for g in context.groups if g.pool.seals is not None}
-        self._turns: list[tuple[BufferGroup, KvPool, PoolSeals]] = [
-            (group, pool, pool.seals) for pool, group in groups.items() if pool.seals is not None
-        ]
+        self._turns: list[tuple[BufferGroup, KvPool]] = [(group, pool) for pool, group in groups.items()]
         self._on_gpu = context.device.type == "cuda"
         self._turn, self._cursor = 0, 1
-        self._checked = torch.zeros(3, dtype=torch.int64, device=context.device)
-        self._seen = torch.zeros(3, dtype=torch.int64, pin_memory=self._on_gpu)
+        self._checked = torch.zeros(SEAL_COUNTS, dtype=torch.int64, device=context.device)
+        self._seen = pinned(SEAL_COUNTS, context.device)
         self._bandwidth = _UNKNOWN_BANDWIDTH if self._on_gpu else _SLOW_BANDWIDTH
         self._timing: tuple[DeviceTimer, int] | None = None
         self._rounds, self._began, self._last_began = 0, time.monotonic(), 0.0
@@ -94,34 +139,22 @@ class Scrub:
         """What scrubs have done, as of some steps ago; None where nothing is sealed."""
         if not self._turns:
             return None
-        _, verified, unsealed = self._seen.tolist()
+        _, verified, unsealed, _ = self._seen.tolist()
         oldest = time.monotonic() - self._last_began if self._rounds else None
         return ScrubFacts(verified=verified, unsealed=unsealed, rounds=self._rounds, oldest=oldest)
 
     def _verify(self, most_bytes: int, *, timed: bool = True) -> None:
         """Verify the next slots of the pool whose turn it is, up to so many bytes, but at least one."""
-        context, (group, pool, seals) = self._context, self._turns[self._turn]
+        context, (group, pool) = self._context, self._turns[self._turn]
         each = max(1, pool.kv_bytes // pool.num_slots)
         count = max(1, min(most_bytes // each, pool.num_slots - self._cursor))
-        endpoint = context.endpoint(group, group.sweep_tag, with_bytes=True)
         timer = (
             DeviceTimer(context.device) if timed and self._timing is None and context.device.type == "cuda" else None
         )
 
         def launch() -> None:
             (span,) = send(context.device, (self._cursor, count))
-            ops.verify_seals(
-                slots=None,
-                span=span,
-                endpoint=endpoint,
-                layers_per_band=seals.layers_per_band,
-                seed=seals.seed,
-                seals=seals.words,
-                step=context.state.step,
-                violations=context.state.violations,
-                checked=self._checked,
-                backend=context.backend,
-            )
+            verify_sealed(context, group, slots=None, span=span, checked=self._checked)
 
         if timer is not None:
             with timer.span():

@@ -14,6 +14,7 @@ from kv_canary.perturb import Perturber
 from kv_canary.ranks import RankWatch
 from kv_canary.reports import CanaryViolationError
 from kv_canary.runtime.accounts import Accounts
+from kv_canary.runtime.audits import Audits
 from kv_canary.runtime.batch import ForwardBatch, WatchedForward, relied_on
 from kv_canary.runtime.budget import Budget
 from kv_canary.runtime.composition import BatchRequests, Int64s
@@ -44,6 +45,7 @@ class Steps:
         unverified: the slots of which the records say nothing.
         sweeper: verifies what no forward is about to read.
         scrub: holds slots against their seals.
+        audits: holds requests against the seals of their slots.
         perturber: injects faults; None: there are none.
         ranks: compares this rank with the others; None: it is alone.
     """
@@ -58,11 +60,12 @@ class Steps:
         unverified: Unverified,
         sweeper: Sweeper,
         scrub: Scrub,
+        audits: Audits,
         perturber: Perturber | None,
         ranks: RankWatch | None,
     ) -> None:
         self.context, self.budget, self.unverified = context, budget, unverified
-        self.perturber, self.scrub = perturber, scrub
+        self.perturber, self.scrub, self.audits = perturber, scrub, audits
         self._accounts, self._costs, self._sweeper, self._ranks = accounts, costs, sweeper, ranks
         self._drain = Drain(context.state)
         self._times = context.device.type == "cuda"
@@ -102,6 +105,11 @@ class Steps:
             if began:
                 with guard.contain("the end of a step"):
                     self._end_explicit(complete=complete)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no forward is between its begin and its end."""
+        return self._running is None
 
     def expect_idle(self, call: str) -> None:
         """Raise RuntimeError, naming `call`, if a forward is between its begin and its end."""
@@ -190,6 +198,17 @@ class Steps:
         """Record anew what a forward is about to read and nobody has recorded."""
         for group in forward.groups:
             self.unverified.take_in(group, batch.tables[group.name], batch.requests)
+
+    def admit(self, forward: WatchedForward, batch: ForwardBatch) -> None:
+        """Hold the prefixes of requests that come new to a forward against their seals."""
+        if self.audits.admits:
+            with self.context.guard.contain("an admission"):
+                self.audits.admit(forward.groups, batch.arrays, batch.tables)
+
+    def complete(self, request_id: str, slots: Mapping[str, torch.Tensor]) -> None:
+        """Hold what a request has rested on against its seals; see `CanaryManager.complete`."""
+        if self.audits.completes:
+            self.audits.complete(request_id, slots)
 
     def perturb(self, batch: ForwardBatch) -> None:
         """Inject what is to be injected before a forward, once nothing can refuse it."""
@@ -291,6 +310,7 @@ class Steps:
     def flush(self, *, all_ranks: bool) -> None:
         """Wait for everything that was launched, and report it now; see `CanaryManager.flush`."""
         self._take(self._drain.poll(wait=True))
+        self._accounts.take_verdicts(self.audits.poll(wait=True))
         self.unverified.tidy()
         if self._ranks is not None:
             self._ranks.flush(all_ranks=all_ranks)
@@ -301,6 +321,8 @@ class Steps:
         findings = self._drain.poll(wait=tidies)
         self._waited = self._drain.is_empty
         self._take(findings)
+        if not self.audits.is_idle:
+            self._accounts.take_verdicts(self.audits.poll())
         if tidies:
             self.unverified.tidy()
         if self._ranks is not None:

@@ -55,6 +55,32 @@ class ScrubFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AuditFacts:
+    """What audits have done.
+
+    Args:
+        admitted: slots of cached prefixes that were held against their seals before their requests' first forwards.
+        completed: requests that ended, and whose verdicts are known.
+        verified: their slots that were held against their seals.
+        unsealed: slots that either met with a record and no seal.
+    """
+
+    admitted: int = 0
+    completed: int = 0
+    verified: int = 0
+    unsealed: int = 0
+
+    def __or__(self, other: AuditFacts) -> AuditFacts:
+        """Return what two canaries have done together."""
+        return AuditFacts(
+            admitted=self.admitted + other.admitted,
+            completed=self.completed + other.completed,
+            verified=self.verified + other.verified,
+            unsealed=self.unsealed + other.unsealed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CanarySummary:
     """The canary's account of itself, as of the last drained step.
 
@@ -76,6 +102,8 @@ class CanarySummary:
         failures: what went wrong inside the canary and was contained, by part and kind of exception.
         cost: what a step takes, and the canary of it; None before the second step.
         scrub: what going round the pools has seen; None where nothing is sealed.
+        audits: what requests were held against when they came and when they ended; None where nothing is sealed.
+        memory: bytes on the device: of the engine's K and V, of records, of seals, and of the table of tokens.
         dropped: log lines, events and bundles of this process that were dropped, because nobody took them in time.
     """
 
@@ -96,6 +124,8 @@ class CanarySummary:
     dropped: int = 0
     cost: CanaryCost | None = field(default=None, compare=False)
     scrub: ScrubFacts | None = field(default=None, compare=False)
+    audits: AuditFacts | None = field(default=None, compare=False)
+    memory: dict[str, int] = field(default_factory=dict, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the summary as JSON-ready values."""
@@ -115,5 +145,7 @@ class CanarySummary:
         sums["cost"] = costs[0] | costs[-1] if costs else None
         scrubs = [scrub for scrub in (self.scrub, other.scrub) if scrub is not None]
         sums["scrub"] = functools.reduce(ScrubFacts.__or__, scrubs) if scrubs else None
+        audits = [audit for audit in (self.audits, other.audits) if audit is not None]
+        sums["audits"] = functools.reduce(AuditFacts.__or__, audits) if audits else None
         sums["stride"], sums["dropped"] = max(self.stride, other.stride), max(self.dropped, other.dropped)
         return CanarySummary(**sums)

@@ -23,10 +23,11 @@ SPEC = KernelSpec(
         "violations": VIOLATIONS,
         "checked": TensorSpec(
             dtype=torch.int64,
-            shape=(3,),
+            shape=(4,),
             role="inout",
-            lines=("launches", "slots", "slots without a seal"),
-            doc="launches, slots held against their seals, slots that have a record and no seal of it",
+            lines=("launches", "slots", "slots without a seal", "bands that differ"),
+            doc="launches, slots held against their seals, slots that have a record and no seal of it, and bands of "
+            "slots whose bytes are not those that were sealed",
         ),
     },
     checks=(check_seals("verify_seals"),),

@@ -56,6 +56,7 @@ class Pool:
             backend=self.backend,
         )
         rows = [ViolationRow(*row) for row in self.log.ring[: int(self.log.count)].tolist()]
+        assert int(self.checked[3]) == int(self.log.count)
         return sorted((row.slot, row.given, row.reasons) for row in rows)
 
     def token(self, source: kc.KvSource, layer: int, slot: int) -> torch.Tensor:
@@ -86,7 +87,7 @@ def pool_of(
     )
     seals = torch.zeros(SLOTS, seal_words(endpoint, layers_per_band), dtype=torch.int64)
     log = kc.ViolationLog.allocate(ring_cap=4096)
-    made = Pool(endpoint, layers_per_band, seals, backend, log, torch.zeros(3, dtype=torch.int64))
+    made = Pool(endpoint, layers_per_band, seals, backend, log, torch.zeros(4, dtype=torch.int64))
     made.seal()
     return made
 
@@ -95,7 +96,7 @@ def pool_of(
 def test_what_has_not_changed_is_found_right(backend: str) -> None:
     pool = pool_of(backend, scales=True)
     assert pool.verify() == []
-    assert pool.checked.tolist() == [1, SLOTS - 1, 0]
+    assert pool.checked.tolist()[:3] == [1, SLOTS - 1, 0]
 
 
 @pytest.mark.parametrize("layers", [32, 80])
@@ -188,10 +189,10 @@ def test_a_seal_is_of_one_record(backend: str) -> None:
     records[4, 3] |= -(1 << 63)
     records[5] = 0
     assert pool.verify() == []
-    assert pool.checked.tolist() == [1, SLOTS - 4, 1]
+    assert pool.checked.tolist()[:3] == [1, SLOTS - 4, 1]
     pool.seal()
     assert pool.verify() == []
-    assert pool.checked.tolist() == [1, SLOTS - 3, 0]
+    assert pool.checked.tolist()[:3] == [1, SLOTS - 3, 0]
     assert not pool.seals[4].any()
     assert not pool.seals[5].any()
     assert pool.seals[3].any()
@@ -203,10 +204,10 @@ def test_a_record_of_step_and_owner_zero_without_a_seal_is_no_finding(backend: s
     pool.endpoint.records[6, 3] = 0
     pool.seals[6] = 0
     assert pool.verify() == []
-    assert pool.checked.tolist() == [1, SLOTS - 2, 1]
+    assert pool.checked.tolist()[:3] == [1, SLOTS - 2, 1]
     pool.seal([6])
     assert pool.verify() == []
-    assert pool.checked.tolist() == [1, SLOTS - 1, 0]
+    assert pool.checked.tolist()[:3] == [1, SLOTS - 1, 0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -231,7 +232,7 @@ def test_what_a_step_has_written_is_sealed(backend: str) -> None:
     )
     assert pool.seals.any(dim=1).nonzero().view(-1).tolist() == [7]
     assert pool.verify() == []
-    assert pool.checked.tolist() == [1, 1, SLOTS - 3]
+    assert pool.checked.tolist()[:3] == [1, 1, SLOTS - 3]
 
 
 def test_other_seeds_make_other_seals() -> None:

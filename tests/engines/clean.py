@@ -35,12 +35,15 @@ def run_clean(
     """Run the scenario under a canary, assert that it found nothing and left nothing out, and return what happened."""
     happened = watch_engine(monkeypatch)
     model = make_model(kind)
-    config = config or kv_canary.CanaryConfig(backend="reference")
+    # All bytes are looked at too, where requests come and end, and all the time in between.
+    config = config or kv_canary.CanaryConfig(backend="reference", seals="layer", scrub_share=0.1)
     canary = kv_canary.install(model, config=config, identity=identity)
     try:
         with serve(model, samples=samples, **(options or {})) as server:
             groups = canary.manager.groups
             scenario(Run(server=server, happened=happened, canary=canary))
+            canary.flush()
+            canary.manager.scrub()
         canary.flush()
         summary = canary.summary()
         assert [r.sentence for r in canary.reports] == []
@@ -50,6 +53,10 @@ def run_clean(
         if summary.stride == 1:
             assert summary.positions_verified == summary.positions_relied_on
         assert all(summary.launches[g.head_tag.name] for g in groups)
+        if summary.audits is not None and summary.scrub is not None:
+            assert summary.audits.completed > 0
+            assert summary.audits.unsealed == summary.scrub.unsealed == 0
+            assert summary.audits.admitted > 0 or not happened.prefix_hits
     finally:
         canary.uninstall()
     return happened

@@ -79,14 +79,20 @@ def get(port: int) -> str:
 
 
 def scrape() -> str:
-    """Return what Prometheus is served after ten steps, in which one bit was flipped and one plan was cut short."""
+    """Return what Prometheus is served after eleven steps, in which one bit was flipped and plans were cut short."""
     port = free_port()
-    engine = make_engine(metrics_port=port, verify_capacity=57)
+    engine = make_engine(metrics_port=port, verify_capacity=57, seals="layer")
     try:
         live(engine, steps=6)
         flip(engine, 5)
         for _ in range(4):
             engine.run(Action(kind="decode"))
+        engine.manager.scrub()
+        request = engine.running[0]
+        slots = {g.name: torch.tensor(g.page_slots(request.pages)) for g in engine.groups}
+        engine.manager.complete("0", slots)
+        engine.manager.flush()
+        engine.run(Action(kind="decode"))
         engine.manager.flush()
         return get(port)
     finally:
@@ -95,7 +101,7 @@ def scrape() -> str:
 
 def without_times(text: str) -> str:
     """Return a scrape with every point in time, and every time that was measured, replaced by a word."""
-    return re.sub(r"(?m)^(\w+_(?:timestamp|step|host)_seconds\S*) .*$", r"\1 TIME", text)
+    return re.sub(r"(?m)^(\w+_(?:timestamp|step|host|oldest)_seconds\S*) .*$", r"\1 TIME", text)
 
 
 def _source(slots: int) -> kc.KvSource:

@@ -97,7 +97,14 @@ def run_clean(
         random: whether tokens are sampled, so that there is nothing to hold outputs against.
         args: of the scheduler.
     """
-    environ = {"KV_CANARY_MODE": "raise", "KV_CANARY_SWEEP_EVERY": "5", **(settings or {})}
+    environ = {
+        "KV_CANARY_MODE": "raise",
+        "KV_CANARY_SWEEP_EVERY": "5",
+        # All bytes are looked at too, where requests come and end, and all the time in between.
+        "KV_CANARY_SEALS": "layer",
+        "KV_CANARY_SCRUB_SHARE": "0.1",
+        **(settings or {}),
+    }
     with engine.overriding(**environ, SGLANG_ON_CPU="hybrid_swa"):
         run = Run(scheduler=engine.build_scheduler(model, **args), tokens=Tokens(seed))
     manager = session.current().manager
@@ -115,6 +122,16 @@ def run_clean(
     swept = 0 < manager.config.sweep_every <= summary.steps
     assert all(bool(summary.launches.get(g.sweep_tag.name)) == swept for g in manager.groups)
     assert run.alive() == []
+    if summary.audits is not None:
+        assert summary.audits.unsealed == 0
+        assert len(run.reqs) - len(run.aborted) <= summary.audits.completed <= len(run.reqs)
+        assert summary.audits.verified > 0
+        assert summary.audits.admitted > 0 or not any(req.cached_tokens for req in run.reqs)
+        manager.scrub()
+        assert [r.sentence for r in manager.reports] == []
+        scrub = manager.summary().scrub
+        assert scrub is not None
+        assert scrub.unsealed == 0
     if not random:
         assert all(engine.is_greedy(model, req.origin_input_ids, req.output_ids) for req in run.reqs)
     return run

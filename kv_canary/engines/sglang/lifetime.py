@@ -32,6 +32,7 @@ class Lifetime:
         patches: what its methods are wrapped with.
         cleared: called when the engine has emptied the allocator, and with it the cache: no record means anything now.
         unverify: called with a pool and int64 slots whose content nobody can say.
+        arrived: called with a pool, int64 slots whose bytes and records are back, and the seals that they had.
         following: gives the context, by what is done, of a part of the canary that may fail where the engine must not;
             where it did, no slot's record may be relied on.
     """
@@ -44,9 +45,10 @@ class Lifetime:
         patches: Patches,
         cleared: Callable[[], None],
         unverify: Callable[[KvPool, torch.Tensor], None] = lambda pool, slots: None,
+        arrived: Callable[[KvPool, torch.Tensor, torch.Tensor | None], None] = lambda pool, slots, seals: None,
         following: Callable[[str], AbstractContextManager[Any]] = lambda part: nullcontext(),
     ) -> None:
-        self._cleared, self._unverify, self._following = cleared, unverify, following
+        self._cleared, self._unverify, self._arrived, self._following = cleared, unverify, arrived, following
         self._freed: dict[int, list[torch.Tensor]] = {}
         # By owner of the slots: the pools that they are slots of.
         self._pools: dict[int, list[KvPool]] = {}
@@ -157,9 +159,10 @@ class Lifetime:
         """
         key = _first_tensor(copy)
         if key is not None:
+            kept = {pool: _translate(indices, lut) for pool, lut in self._kept.items()}
             self._kept_records[key] = {
-                pool: [records[_translate(indices, lut)] for records in pool.buffers]
-                for pool, lut in self._kept.items()
+                pool: ([records[slots] for records in pool.buffers], pool.take_seals(slots))
+                for pool, slots in kept.items()
             }
 
     def _bring_back(self, copy: Any, indices: torch.Tensor) -> None:
@@ -173,12 +176,14 @@ class Lifetime:
                 # Copied when nobody could follow it.
                 self._unverify(pool, slots)
                 continue
-            for records, part in zip(pool.buffers, kept[pool], strict=True):
+            parts, seals = kept[pool]
+            for records, part in zip(pool.buffers, parts, strict=True):
                 records[slots] = part
                 # Slots that are not mapped any more, or not yet, were all taken for this one.
                 records[0] = 0
             # There was no record to keep where nobody had looked: see CanaryManager.unverify.
-            self._unverify(pool, slots[(kept[pool][0] == 0).all(dim=1)])
+            self._unverify(pool, slots[(parts[0] == 0).all(dim=1)])
+            self._arrived(pool, slots, seals)
 
     def _unfree(self, pool: KvPool, slots: torch.Tensor) -> None:
         """Forget that `slots` were freed: they have been handed out again, and have new records already."""

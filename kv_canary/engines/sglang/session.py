@@ -20,6 +20,7 @@ from kv_canary.engines.patches import Patches
 from kv_canary.engines.sglang import (
     batches,
     beams,
+    completion,
     compose,
     graphs,
     hooks,
@@ -170,6 +171,7 @@ class Session:
                 patches=self._patches,
                 cleared=self._cleared,
                 unverify=lambda pool, slots: self.manager.unverify(pool, slots),
+                arrived=lambda pool, slots, seals: self.manager.arrived(pool, slots, seals),
                 following=self._following,
             )
             if not self._lifetime.tracks:
@@ -191,6 +193,7 @@ class Session:
             self._patches.undo_all()
             raise
         self._speculation: speculative.Speculation | None = None
+        self._ended: completion.Ended | None = None
         try:
             if not scheduler.spec_algorithm.is_none():
                 self._speculation = speculative.Speculation(
@@ -201,6 +204,14 @@ class Session:
                     following=self._contain,
                 )
             self._patches.wrap(scheduler.tree_cache, "checkpoint", self._checkpoint)
+            self._ended = completion.Ended(
+                scheduler.tree_cache,
+                [(runner.req_to_token_pool.req_to_token, mine) for runner, mine in self._groups.items()],
+                patches=self._patches,
+                row_ended=self.manager.row_ended,
+                following=self._contain,
+                completes=self.manager.completes,
+            )
             transfer.watch(
                 scheduler,
                 self.manager,
@@ -286,6 +297,9 @@ class Session:
         if self._pending and not self.off:
             self._pending = False
             self.manager.flush()
+            if self._ended:
+                self._complete_ended()
+                self.manager.flush()
 
     def weights_changed(self, request: Any) -> None:
         """Take in an update of the weights; who asks for none of the cache to be flushed goes on with it on purpose."""
@@ -353,7 +367,7 @@ class Session:
         """Begin a forward and run HEAD; return what is to be ended behind it, or None where it goes by unwatched."""
         if self.off or runner not in self._groups or not forward_batch.batch_size:
             return None
-        if self._lifetime.has_freed:
+        if self._lifetime.has_freed or self._ended:
             self._retire_freed()
         requests = None
         with self._repeats as part:
@@ -552,7 +566,13 @@ class Session:
             return {}
         return {g.name: slots if g.lut is None else g.lut[slots] for g in self._groups[runner]}
 
+    def _complete_ended(self) -> None:
+        """Hold what ended requests rested on against its seals."""
+        for name, slots in self._ended.take() if self._ended is not None else ():
+            self.manager.complete(name, slots)
+
     def _retire_freed(self) -> None:
+        self._complete_ended()
         with self._following("what was freed"):
             for pool, slots in self._lifetime.take():
                 self.manager.retire(pool, slots)
@@ -569,4 +589,5 @@ class Session:
         return result
 
     def _cleared(self) -> None:
+        self._complete_ended()
         self.manager.clear()

@@ -1,0 +1,226 @@
+"""Audits: all bytes of a request held against their seals, before its first forward and behind its last."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kv_canary.errors import must_be
+from kv_canary.observers import RequestVerdict
+from kv_canary.runtime.composition import BatchRequests
+from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.host import pinned
+from kv_canary.runtime.pools import BufferGroup, KvPool
+from kv_canary.runtime.seals import SEAL_COUNTS, verify_sealed
+from kv_canary.runtime.summary import AuditFacts
+
+# Requests that have ended and whose verdicts are under way, at most; the oldest is waited for then.
+_MOST_UNDER_WAY = 1024
+
+
+class Audits:
+    """Holds requests against the seals of their slots.
+
+    All on the stream of the forwards, between them: a seal that is read while the model writes is a false alarm. What
+    is found is reported with the findings of the next step.
+
+    Args:
+        context: of the canary.
+    """
+
+    def __init__(self, context: CanaryContext) -> None:
+        self._context = context
+        sealed = [g for g in context.groups if g.pool.seals is not None]
+        self.admits, self.completes = (
+            bool(sealed) and asked for asked in (context.config.admission, context.config.completion)
+        )
+        # Of each group: whose each row was when its prefix was looked at.
+        self._owners = {g.name: np.zeros(context.limits.max_rows, np.int64) for g in sealed}
+        self._admitted = torch.zeros(SEAL_COUNTS, dtype=torch.int64, device=context.device)
+        self._seen = pinned(SEAL_COUNTS, context.device)
+        self._under_way: deque[_Completion] = deque()
+        self._spare: list[_Counts] = []
+        self._completed = self._verified = self._unsealed = 0
+
+    def admit(self, groups: Sequence[BufferGroup], requests: BatchRequests, tables: Mapping[str, torch.Tensor]) -> None:
+        """Hold the cached prefixes of requests that come new to a forward against their seals.
+
+        Args:
+            groups: of the forward.
+            requests: of the forward.
+            tables: of the groups, by name.
+        """
+        rows, owners, there = requests.rows, requests.owners, requests.there
+        table_rows = rows if requests.table_rows is None else requests.table_rows
+        verified = set[KvPool]()
+        # What a group without a window reads of a pool is all that another reads of it.
+        for group in sorted(groups, key=lambda g: g.window > 0):
+            known = self._owners.get(group.name)
+            if known is None or not (new := known[rows] != owners).any():
+                continue
+            known[rows] = owners
+            which = (new & (there > 0)).nonzero()[0].tolist()
+            if which and group.pool not in verified:
+                verified.add(group.pool)
+                spans = [(int(table_rows[i]), int(there[i])) for i in which]
+                slots = slots_of(group, tables[group.name], spans)
+                verify_sealed(self._context, group, slots=slots, span=None, checked=self._admitted)
+        if verified:
+            self._seen.copy_(self._admitted, non_blocking=True)
+
+    def complete(self, request_id: str, slots: Mapping[str, torch.Tensor]) -> None:
+        """Hold the slots of a request that has ended against their seals; the verdict comes by `poll`.
+
+        Args:
+            request_id: how verdicts call it.
+            slots: int64 [n] by group name, before anybody else is given them.
+
+        Raises:
+            ValueError: there is no such group.
+        """
+        groups = {g.name: g for g in self._context.groups}
+        for name in slots:
+            if name not in groups:
+                raise ValueError(must_be("complete", "slots", f"of the groups {', '.join(groups)}", repr(name)))
+        counts = self._spare.pop() if self._spare else _Counts(self._context.device)
+        layers = 0
+        for name, its in slots.items():
+            group = groups[name]
+            if group.pool.seals is not None and len(its):
+                verify_sealed(self._context, group, slots=self._there(its), span=None, checked=counts.there)
+                sources = (group.pool.k_source, group.pool.v_source)
+                layers = max(layers, *(len(source.layers) for source in sources if source is not None))
+        counts.bring()
+        self._under_way.append(_Completion(request_id, self._context.step, layers, counts))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no verdict is under way."""
+        return not self._under_way
+
+    def poll(self, *, wait: bool = False) -> list[RequestVerdict]:
+        """Return the verdicts that have arrived; with `wait`, all."""
+        found = []
+        while self._under_way:
+            completion = self._under_way[0]
+            wait_for_it = wait or len(self._under_way) > _MOST_UNDER_WAY
+            counted = completion.counts.taken(wait=wait_for_it)
+            if counted is None:
+                break
+            self._under_way.popleft()
+            self._spare.append(completion.counts)
+            _, slots, unsealed, damaged = counted
+            self._completed += 1
+            self._verified += slots
+            self._unsealed += unsealed
+            found.append(
+                RequestVerdict(
+                    request_id=completion.request_id,
+                    step=completion.step,
+                    slots=slots,
+                    layers=completion.layers,
+                    unsealed=unsealed,
+                    damaged=damaged,
+                )
+            )
+        return found
+
+    @property
+    def facts(self) -> AuditFacts | None:
+        """What audits have done, as of some steps ago; None where there are none."""
+        if not (self.admits or self.completes):
+            return None
+        _, admitted, unsealed, _ = self._seen.tolist()
+        return AuditFacts(
+            admitted=admitted, completed=self._completed, verified=self._verified, unsealed=unsealed + self._unsealed
+        )
+
+    def _there(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return slots as int64 on the device, aligned as kernels are compiled for."""
+        slots = slots.to(self._context.device, torch.int64)
+        return slots.clone() if slots.data_ptr() % 16 or not slots.is_contiguous() else slots
+
+    def arrived(self, pool: KvPool, slots: torch.Tensor) -> None:
+        """Hold int64 `slots` of `pool`, whose bytes come from elsewhere with their seals, against these."""
+        group = next((g for g in self._context.groups if g.pool is pool), None)
+        if self.admits and group is not None and len(slots):
+            verify_sealed(self._context, group, slots=self._there(slots), span=None, checked=self._admitted)
+            self._seen.copy_(self._admitted, non_blocking=True)
+
+    def forget_row(self, row: int) -> None:
+        """Take in that the request of a row has given its slots back: whoever is there next comes new."""
+        for owners in self._owners.values():
+            owners[row] = 0
+
+    def forget(self) -> None:
+        """Take in that the engine emptied its cache: every request comes new."""
+        for owners in self._owners.values():
+            owners[:] = 0
+
+
+def slots_of(group: BufferGroup, table: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return the int64 slots of the last positions that requests may still read, as tables name them now.
+
+    Slots behind a request's last one may be among them, of the page that it lies in; 0 or less: there is none.
+
+    Args:
+        group: whose table it is.
+        table: int32 [rows, pages].
+        spans: of each request, its row in the table and how many positions it has.
+    """
+    page = group.page_size
+    parts = [
+        table[row, (max(0, count - group.window) if group.window else 0) // page : -(-count // page)]
+        for row, count in spans
+    ]
+    named = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(torch.int64)
+    if page > 1:
+        inside = torch.arange(page, device=named.device)
+        named = torch.where(named[:, None] < 0, -1, named[:, None] * page + inside).view(-1)
+    if group.lut is not None:
+        inside_lut = (named >= 0) & (named < len(group.lut))
+        named = torch.where(inside_lut, group.lut[torch.where(inside_lut, named, 0)], 0)
+    return named
+
+
+class _Completion(NamedTuple):
+    """A request that has ended, and whose verdict is under way."""
+
+    request_id: str
+    step: int
+    layers: int
+    counts: _Counts
+
+
+class _Counts:
+    """What `verify_seals` counts for one request, used again and again: it goes on from where it was.
+
+    Attributes:
+        there: int64 [4] on the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.there = torch.zeros(SEAL_COUNTS, dtype=torch.int64, device=device)
+        self._here, self._before = pinned(SEAL_COUNTS, device), [0] * SEAL_COUNTS
+        self._arrived = torch.Event(device) if device.type == "cuda" else None
+
+    def bring(self) -> None:
+        """Copy it to the host, without waiting for it."""
+        self._here.copy_(self.there, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def taken(self, *, wait: bool) -> list[int] | None:
+        """Return what has been added since it was last taken; None: it has not arrived, and is not waited for."""
+        if self._arrived is not None:
+            if wait:
+                self._arrived.synchronize()
+            elif not self._arrived.query():
+                return None
+        now = self._here.tolist()
+        before, self._before = self._before, now
+        return [a - b for a, b in zip(now, before, strict=True)]

@@ -1,0 +1,318 @@
+"""Audits: the bytes of a request are looked at before its first forward and behind its last, between forwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import kv_canary as kc
+from kv_canary.observers import Observer, RequestVerdict
+from kv_canary.runtime.audits import slots_of
+
+from .engine import BYTES, LAYERS, Engine, Request, make_pool
+
+BACKENDS = ("reference", "triton")
+
+
+class Verdicts(Observer):
+    """Keeps what it is told of requests."""
+
+    def __init__(self) -> None:
+        self.seen: list[RequestVerdict] = []
+
+    def on_request(self, verdict: RequestVerdict) -> None:
+        self.seen.append(verdict)
+
+    def told(self) -> list[tuple[str, str, int]]:
+        """Return name, verdict and slots of each."""
+        return [(v.request_id, v.verdict, v.slots) for v in self.seen]
+
+
+def audited(*, read_bytes: int = 1, groups: list[kc.BufferGroup] | None = None, **options: object) -> Engine:
+    """An engine whose bytes are sampled in few places and never scrubbed, so that only audits see the others."""
+    settings = {"backend": "reference", "seals": "layer", "scrub_share": 0.0, **options}
+    groups = groups or [kc.BufferGroup(name="full", pool=make_pool(256, read_bytes=read_bytes))]
+    return Engine(groups, kc.CanaryConfig(**settings), observers=[Verdicts()])  # type: ignore[arg-type]
+
+
+def verdicts(engine: Engine) -> Verdicts:
+    engine.manager.flush()
+    return next(o for o in engine.manager.accounts.observers if isinstance(o, Verdicts))
+
+
+def slots_in(engine: Engine, request: Request, group: str = "full") -> torch.Tensor:
+    return engine.tables[group][request.row, : request.cached].long().clone()
+
+
+def damage(engine: Engine, slot: int, *, half: str = "V", layer: int = 1, byte: int = 31) -> None:
+    pool = engine.groups[0].pool
+    source = pool.k_source if half == "K" else pool.v_source
+    assert source is not None
+    source.layers[layer].view(-1, source.bytes_per_token)[slot, byte] ^= 128
+
+
+def hit(engine: Engine, name: str, other: Request, count: int, *, more: int = 20) -> Request:
+    """Return a new request whose first `count` tokens are another's, and cached where that has them."""
+    request = engine.add(name, [*other.tokens[:count], *range(7000, 7000 + more)])
+    for table in engine.tables.values():
+        table[request.row, :count] = table[other.row, :count]
+    request.cached = count
+    return request
+
+
+def complete(engine: Engine, request: Request) -> None:
+    engine.manager.complete(request.name, {g.name: slots_in(engine, request, g.name) for g in engine.groups})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_prefix_hit_is_looked_at_before_anybody_reads_it(backend: str) -> None:
+    engine = audited(backend=backend)
+    a = engine.add("a", 60)
+    engine.step((a, 9))
+    slot = int(slots_in(engine, a)[4])
+    damage(engine, slot)
+    engine.step((a, 1))
+    # Nobody has come, and its own forward reads another byte.
+    assert engine.found() == []
+    b = hit(engine, "b", a, 8)
+    batch = engine.batch((b, 2))
+    engine.forward.begin(batch)
+    # What was found is there before HEAD.
+    assert int(engine.manager.state.violations.count) == 1
+    engine.forward.head()
+    engine.write_bytes(batch)
+    engine.forward.tail()
+    engine.forward.end()
+    (report,) = engine.found()
+    assert (report.reasons, report.slot, report.position) == (("SEAL_V",), slot, 4)
+    assert report.places == ("V somewhere from layer 0 to layer 1",)
+    audits = engine.manager.summary().audits
+    assert audits is not None
+    assert (audits.admitted, audits.unsealed) == (8, 0)
+
+
+def test_a_request_is_admitted_once_and_again_when_it_comes_back() -> None:
+    engine = audited()
+
+    def admitted() -> int:
+        engine.manager.flush()
+        audits = engine.manager.summary().audits
+        return -1 if audits is None else audits.admitted
+
+    a = engine.add("a", 80)
+    for count in (9, 1, 5, 1):
+        engine.step((a, count))
+    assert admitted() == 0
+    b = hit(engine, "b", a, 10)
+    engine.step((b, 2), (a, 1))
+    engine.step((b, 1), (a, 1))
+    assert admitted() == 10
+    # Put off: its row is given back, and it comes again with all that it had.
+    engine.manager.row_ended(b.row)
+    engine.step((b, 1), (a, 1))
+    assert admitted() == 10 + 13
+    # Another request in a row that was somebody's.
+    c = engine.add("c", [*a.tokens[:6], 1, 2, 3], row=b.row)
+    c.cached = 6
+    engine.tables["full"][c.row, :6] = engine.tables["full"][a.row, :6]
+    engine.step((c, 1))
+    assert admitted() == 23 + 6
+    engine.manager.clear()
+    assert engine.found() == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_verdict_on_a_request_that_has_ended(backend: str) -> None:
+    engine = audited(backend=backend)
+    a, b = engine.add("a", 60), engine.add("b", 60)
+    engine.step((a, 9), (b, 5))
+    damage(engine, int(slots_in(engine, a)[2]))
+    damage(engine, int(slots_in(engine, a)[2]), half="K")
+    damage(engine, int(slots_in(engine, a)[3]), half="K")
+    complete(engine, a)
+    complete(engine, b)
+    assert verdicts(engine).told() == [("a", "damaged", 9), ("b", "intact", 5)]
+    (first, second) = verdicts(engine).seen
+    # Two slots, each of one band: of layers 0 and 1.
+    assert (first.damaged, first.unsealed, first.layers, first.step) == (2, 0, LAYERS, 1)
+    assert second.damaged == 0
+    assert {r.reasons for r in engine.found()} == {("SEAL_K",), ("SEAL_K", "SEAL_V")}
+    # The same memory counts for others.
+    engine.step((b, 1))
+    for _ in range(3):
+        complete(engine, b)
+        assert verdicts(engine).told()[-1] == ("b", "intact", 6)
+    audits = engine.manager.summary().audits
+    assert audits is not None
+    assert (audits.completed, audits.verified) == (5, 9 + 5 + 3 * 6)
+
+
+def test_what_has_no_seal_is_said() -> None:
+    engine = audited()
+    a = engine.add("a", 60)
+    engine.step((a, 9))
+    pool, slots = engine.groups[0].pool, slots_in(engine, a)
+    pool.drop_seals(slots[:2])
+    complete(engine, a)
+    assert verdicts(engine).told() == [("a", "partial", 7)]
+    # Freed first, which ends the seals: there is nothing left to look at.
+    engine.manager.retire(pool, slots, owner=a.owner)
+    complete(engine, a)
+    assert verdicts(engine).told()[-1] == ("a", "intact", 0)
+    assert engine.found() == []
+
+
+def test_slots_come_in_any_form() -> None:
+    engine = audited(backend="triton")
+    a = engine.add("a", 60)
+    engine.step((a, 9))
+    row = engine.tables["full"][a.row]
+    strange = torch.tensor([-1, 0, *slots_in(engine, a).tolist(), 1 << 40])
+    for slots in (row[1:9], strange[1:], strange[::1], slots_in(engine, a).repeat_interleave(2)[::2], row[:0]):
+        engine.manager.complete("a", {"full": slots})
+    assert [slots for _, _, slots in verdicts(engine).told()] == [8, 9, 9, 9, 0]
+    assert engine.found() == []
+
+
+def test_a_group_that_is_not_there_is_told_in_raise_mode_and_contained_in_the_other() -> None:
+    for mode in ("raise", "log"):
+        engine = audited(mode=mode)
+        engine.manager.guard.contains = mode == "log"
+        a = engine.add("a", 60)
+        engine.step((a, 9))
+        slots = {"ful": slots_in(engine, a)}
+        if mode == "raise":
+            with pytest.raises(ValueError, match="slots must be of the groups full, got 'ful'"):
+                engine.manager.complete("a", slots)
+        else:
+            engine.manager.complete("a", slots)
+            assert engine.manager.summary().failures == {"completing a request: ValueError": 1}
+
+
+def test_either_is_off_where_it_is_not_wanted() -> None:
+    for options in ({"admission": False}, {"completion": False}, {"seals": "off"}, {"mode": "off"}):
+        engine = audited(**options)
+        a = engine.add("a", 60)
+        engine.step((a, 9))
+        damage(engine, int(slots_in(engine, a)[4]))
+        b = hit(engine, "b", a, 8)
+        engine.step((b, 2))
+        admitted = len(engine.found())
+        complete(engine, a)
+        completed = len(verdicts(engine).seen)
+        assert engine.manager.completes == (completed == 1)
+        expected = {"admission": (0, 1), "completion": (1, 0), "seals": (0, 0), "mode": (0, 0)}
+        assert (admitted, completed) == expected[next(iter(options))]
+        audits = engine.manager.summary().audits
+        assert (audits is None) == (next(iter(options)) in ("seals", "mode"))
+
+
+def test_a_verdict_is_an_event_and_hides_what_is_to_be_hidden(tmp_path: Path) -> None:
+    for redact in (False, True):
+        path = tmp_path / f"{redact}.jsonl"
+        engine = audited(event_log=path, redact=redact)
+        a = engine.add("a secret", 60)
+        engine.step((a, 9))
+        damage(engine, int(slots_in(engine, a)[2]))
+        complete(engine, a)
+        engine.manager.flush()
+        engine.manager.close()
+        (event,) = [e for e in map(json.loads, path.read_text().splitlines()) if e["event"] == "request_verified"]
+        counts = {"slots": 9, "layers": LAYERS, "unsealed": 0, "damaged": 1}
+        assert {name: event[name] for name in counts} == counts
+        assert (event["verdict"], event["step"]) == ("damaged", 1)
+        assert (event["request_id"] == "a secret") is not redact
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bytes_that_come_back_are_held_against_the_seals_that_they_left_with(backend: str) -> None:
+    for is_damaged in (False, True):
+        engine = audited(backend=backend)
+        pool = engine.groups[0].pool
+        a = engine.add("a", 60)
+        engine.step((a, 9))
+        slots = slots_in(engine, a)
+        there = torch.arange(100, 109)
+        records, seals = pool.records[slots].clone(), pool.take_seals(slots)
+        kept = [[layer[slots].clone() for layer in s.layers] for s in (pool.k_source, pool.v_source) if s is not None]
+        if is_damaged:
+            kept[1][0][5, 3] ^= 1
+        engine.manager.retire(pool, slots, owner=a.owner)
+        for source, layers in zip((pool.k_source, pool.v_source), kept, strict=True):
+            assert source is not None
+            for layer, part in zip(source.layers, layers, strict=True):
+                layer[there] = part
+        pool.records[there] = records
+        engine.manager.arrived(pool, there, seals)
+        # Back at an odd place of a list, too.
+        engine.manager.arrived(pool, torch.arange(99, 109)[1:], seals)
+        found = engine.found()
+        assert {(r.slot, r.reasons) for r in found} == ({(105, ("SEAL_V",))} if is_damaged else set())
+        audits = engine.manager.summary().audits
+        assert audits is not None
+        assert audits.admitted == 18
+
+
+@pytest.mark.parametrize("kind", ["window", "pages", "lut", "ring"])
+def test_slots_of_a_request_are_those_that_it_may_still_read(kind: str) -> None:
+    pool = make_pool(256)
+    lut = torch.randperm(256) if kind == "lut" else None
+    group = kc.BufferGroup(
+        name="g",
+        pool=pool,
+        window=6 if kind in ("window", "lut", "ring") else 0,
+        ring=kind == "ring",
+        lut=lut,
+        page_size=4 if kind == "pages" else 1,
+    )
+    table = torch.randint(1, 60, (5, 40), dtype=torch.int32)
+    table[3, 1] = -1
+    spans = [(2, 13), (3, 5), (4, 1)]
+    found = slots_of(group, table, spans).tolist()
+    expected = []
+    for row, count in spans:
+        for position in range(max(0, count - group.window) if group.window else 0, count):
+            slot = int(table[row, position // group.page_size])
+            slot = slot if slot < 0 else slot * group.page_size + position % group.page_size
+            expected.append(slot if lut is None else 0 if slot < 0 else int(lut[slot]))
+    assert {s for s in expected if s > 0} <= set(found)
+    if kind != "pages":
+        assert [s for s in found if s > 0] == [s for s in expected if s > 0]
+    # No more than the rest of a page.
+    assert len(found) <= len(expected) + len(spans) * (group.page_size - 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_groups_of_one_pool_and_of_several(backend: str) -> None:
+    full, windowed = make_pool(256, read_bytes=1), make_pool(256, name="windowed", read_bytes=1)
+    groups = [
+        kc.BufferGroup(name="full", pool=full),
+        kc.BufferGroup(name="local", pool=full, window=4),
+        kc.BufferGroup(name="swa", pool=windowed, window=4),
+    ]
+    engine = audited(groups=groups, backend=backend)
+    a = engine.add("a", 60)
+    engine.step((a, 12))
+    b = hit(engine, "b", a, 10)
+    engine.step((b, 2))
+    assert engine.found() == []
+    audits = engine.manager.summary().audits
+    assert audits is not None
+    # All of the pool with full attention once, and of the other the window.
+    assert audits.admitted == 10 + 4
+
+
+def test_memory_is_told_by_what_it_is_for() -> None:
+    engine = audited(check_tokens=True)
+    memory = engine.manager.summary().memory
+    pool = engine.groups[0].pool
+    assert pool.seals is not None
+    assert memory["kv"] == 256 * LAYERS * 2 * BYTES
+    assert memory["records"] == pool.records.nbytes == 256 * 32
+    assert memory["seals"] == 256 * 8 * pool.seals.words.shape[1]
+    assert memory["tokens"] > 0
+    assert engine.manager.summary().as_dict()["memory"] == memory
+    assert audited(seals="off").manager.summary().memory["seals"] == 0
