@@ -104,6 +104,23 @@ class CanaryEngine(Engine):
         for call in perform(self, action):
             raise RuntimeError(f"kv-canary: difftest engine: a guarded engine must make no calls, got {call.op}")
 
+    def finish(self, request: Request, *, keep: bool = True) -> Iterator[Call]:
+        self.complete(request)
+        yield from super().finish(request, keep=keep)
+
+    def complete(self, request: Request) -> None:
+        """Have all that a request rests on held against its seals, which goes away now or is put off."""
+        if self.manager.completes:
+            slots = {group.name: torch.tensor(self.slots_of(group, request)) for group in self.groups}
+            self.manager.complete(request.name, slots)
+        self.manager.row_ended(request.row)
+
+    def slots_of(self, group: Group, request: Request) -> list[int]:
+        """Return the slots of a group that hold positions of a request which may still be read."""
+        if isinstance(group, RingGroup):
+            return group.ring_slots(request)
+        return [slot for page in request.pages for slot in self._resident(group, page)][: request.cached]
+
     def retire(self, group: Group, slots: Sequence[int], *, owner: int) -> Iterator[Call]:
         if slots:
             self.manager.retire(self.pools[group.name], torch.tensor(slots), owner=owner)

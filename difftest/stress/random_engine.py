@@ -130,8 +130,16 @@ def draw_configs(number: int, count: int) -> list[EngineConfig]:
     return drawn[1 : count + 1]
 
 
+def draw_sealing_canary(rng: np.random.Generator, backend: str) -> CanaryConfig:
+    """Return a configuration of the canary as `draw_canary`, most with seals, of layers or of all of them together."""
+    canary = draw_canary(rng, backend)
+    seals, share = str(rng.choice(["layer", "layer", "model", "off"])), float(rng.choice([0.005, 0.1, 1.0]))
+    # Seals tell by the records whose bytes they are of.
+    return dataclasses.replace(canary, seals=seals, scrub_share=share) if canary.track_lifetime else canary
+
+
 def draw_canary(rng: np.random.Generator, backend: str) -> CanaryConfig:
-    """Return a configuration of the canary, with any of its checks on or off."""
+    """Return a configuration of the canary, with any of its checks on or off; without seals."""
     sweep_every = int(rng.choice([0, 3, 7]))
     return CanaryConfig(
         backend=backend,

@@ -23,7 +23,7 @@ from kv_canary.constants import BACKENDS
 from kv_canary.difftest.simulator.actions import opening
 from kv_canary.difftest.stress import batching
 from kv_canary.difftest.stress.processes import prepare_backend, processes, run_tasks
-from kv_canary.difftest.stress.random_engine import CountingEngine, any_action, draw_canary, draw_configs
+from kv_canary.difftest.stress.random_engine import CountingEngine, any_action, draw_configs, draw_sealing_canary
 
 # Engines of one task; they are drawn together, which is cheaper.
 LIVES = 4
@@ -80,7 +80,16 @@ class Tally:
         self.wrong += other.wrong
         self.happened += other.happened
 
-    def judge(self, whose: str, summary: dict[str, Any], reports: list[str], *, relied_on: int, every: bool) -> None:
+    def judge(
+        self,
+        whose: str,
+        summary: dict[str, Any],
+        reports: list[str],
+        *,
+        relied_on: int,
+        every: bool,
+        fails: bool = False,
+    ) -> None:
         """Count a life in by what the canary says of it.
 
         Args:
@@ -89,6 +98,7 @@ class Tally:
             reports: sentences.
             relied_on: cached positions that the life's forwards were to read, counted beside the canary.
             every: whether each of them is to be verified in every step.
+            fails: whether a forward of the life has failed.
         """
         self.lives += 1
         self.false_alarms += summary["violations"] + summary["discarded"]
@@ -102,6 +112,15 @@ class Tally:
         if every:
             self.relied_on += relied_on
             self.verified += verified
+        audits, scrub = summary["audits"], summary["scrub"]
+        if audits is not None:
+            self.happened["slots of prefix hits held against their seals"] += audits["admitted"]
+            self.happened["requests that ended and whose bytes were"] += audits["completed"]
+            self.happened["slots held against their seals by scrubs"] += scrub["verified"]
+            unsealed = audits["unsealed"] + scrub["unsealed"]
+            # What a forward that failed may have overwritten has none.
+            if unsealed and not fails:
+                self.wrong.append(f"{whose}: {unsealed} slots have a record and no seal")
         if verified != relied_on if every else not 0 < verified <= max(relied_on, 1):
             self.wrong.append(f"{whose}: {verified} of {relied_on} cached positions were verified")
 
@@ -122,14 +141,14 @@ def _step(task: Task, tally: Tally) -> None:
     """Let model engines live."""
     for index, config in enumerate(draw_configs(task.number, LIVES)):
         rng = np.random.default_rng([task.number, index])
-        canary = draw_canary(rng, task.backend)
+        canary = draw_sealing_canary(rng, task.backend)
         engine = CountingEngine(config, canary=canary, device=task.device, chance=rng)
         for action in opening(rng, longest=config.max_len):
             engine.act(action)
         for _ in range(ACTIONS):
             engine.act(any_action(rng, longest=config.max_len))
             engine.check_integrity()
-        engine.manager.flush()
+        engine.manager.scrub()
         whose = f"{_name(task)}, life {index} ({', '.join(g.kind for g in config.groups)})"
         tally.judge(
             whose,
@@ -137,6 +156,7 @@ def _step(task: Task, tally: Tally) -> None:
             [r.sentence for r in engine.manager.reports],
             relied_on=engine.relied_on,
             every=canary.stride == 1,
+            fails=engine.happened["failed forwards"] > 0,
         )
         tally.steps += engine.happened["steps"]
         tally.happened += engine.happened
@@ -169,6 +189,7 @@ def _features(config: Any, canary: Any) -> Iterator[str]:
         "bytes at TAIL": canary.verify_bytes_at_tail,
         "sweeps": canary.sweep_every > 0,
         "quarantine": canary.quarantine,
+        f"seals by {canary.seals}": canary.seals != "off",
         "no lifetimes": not canary.track_lifetime,
     }
     if config is not None:

@@ -29,6 +29,8 @@ HEALTHY = {
     "discarded": 0,
     "positions_relied_on": 100,
     "positions_verified": 100,
+    "audits": {"admitted": 9, "completed": 2, "verified": 20, "unsealed": 0},
+    "scrub": {"verified": 50, "unsealed": 0, "rounds": 3, "oldest": 0.1},
 }
 
 
@@ -53,7 +55,8 @@ def test_healthy_model_engines_are_silent_and_verified_wholly(monkeypatch: pytes
     assert total.lives == 8
     assert total.steps > 60
     assert total.verified == total.relied_on > 1000
-    for what in ("slots freed", "prefix hits", "finished", "tokens"):
+    sealed = ("slots of prefix hits held against their seals", "requests that ended and whose bytes were")
+    for what in ("slots freed", "prefix hits", "finished", "tokens", *sealed):
         assert total.happened[what] > 0
 
 
@@ -103,6 +106,18 @@ def test_a_canary_that_sees_too_little_is_wrong(change: dict[str, Any], complain
     assert tally.wrong == []
     tally.judge("two", {**HEALTHY, **change}, [], relied_on=100, every=True)
     assert tally.wrong == [f"two: {complaint}"]
+
+
+def test_slots_without_a_seal_are_wrong_unless_a_forward_has_failed() -> None:
+    for name in ("audits", "scrub"):
+        life = {**HEALTHY, name: {**HEALTHY[name], "unsealed": 3}}  # type: ignore[dict-item]
+        for fails in (False, True):
+            tally = soak.Tally()
+            tally.judge("one", life, [], relied_on=100, every=True, fails=fails)
+            assert tally.wrong == ([] if fails else ["one: 3 slots have a record and no seal"])
+    tally = soak.Tally()
+    tally.judge("one", {**HEALTHY, "audits": None, "scrub": None}, [], relied_on=100, every=True)
+    assert tally.wrong == []
 
 
 def test_with_a_stride_some_are_verified_but_not_none() -> None:
