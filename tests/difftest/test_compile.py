@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kv_canary import kernels
 from kv_canary.specs import all_specs
 
 BAD = """
@@ -53,10 +56,10 @@ def cases():
 """
 
 
-def run(*arguments: str, tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, "-P", "-W", "ignore", "-m", "kv_canary", "difftest", "compile", *arguments],
+        [sys.executable, "-P", "-W", "ignore", *arguments],
         env=inherited | {"TRITON_CACHE_DIR": str(tmp_path / "cache")} | environment,
         capture_output=True,
         text=True,
@@ -65,15 +68,48 @@ def run(*arguments: str, tmp_path: Path, **environment: str) -> subprocess.Compl
     )
 
 
-@pytest.mark.parametrize("op", sorted(all_specs()))
-def test_every_kernel_compiles_for_a_gpu_and_keeps_its_registers(op: str, tmp_path: Path) -> None:
-    file = tmp_path / "kernels.json"
-    done = run("--op", op, "--examples", "4", "--json", str(file), tmp_path=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    kernels = json.loads(file.read_text())
-    assert kernels
-    for kernel in kernels:
-        assert kernel["op"] == op
+def run(*arguments: str, tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "kv_canary", "difftest", "compile", *arguments, tmp_path=tmp_path, **environment)
+
+
+# Of every op two calls that are drawn and a large one, if it has such; and a move of more slots than one program takes.
+ONCE_EACH = """
+import json, sys
+from dataclasses import asdict
+
+import torch
+
+from kv_canary.difftest.compiling import calls_of, compile_calls, prepare
+from kv_canary.specs import all_specs, get_spec
+
+GPU = (9, 0)
+prepare()
+found = []
+for op in all_specs():
+    large = calls_of(op, examples=0, seed=0, capability=GPU)
+    drawn = calls_of(op, examples=2, seed=0, capability=GPU)[len(large):]
+    calls = [*large[:1], *drawn]
+    if op == "move":
+        slots = torch.zeros(5000, dtype=torch.int64)
+        calls.append({**drawn[0], "src": slots, "dst": slots, "staged": torch.zeros(5000, 4, dtype=torch.int64)})
+    found.extend(compile_calls(get_spec(op), calls, capability=GPU))
+json.dump([asdict(kernel) for kernel in found], sys.stdout)
+"""
+
+
+def launched_kernels() -> set[tuple[str, str]]:
+    """Return the kernels that are launched, each with its op, as the sources say it."""
+    folder = Path(kernels.__file__).parent
+    found = {
+        (file.stem, name)
+        for file in folder.glob("*.py")
+        for name in re.findall(r"^ +(\w+)\[.+\]\(", file.read_text(), re.M)
+    }
+    return {(op, name) for op, name in found if op in all_specs()}
+
+
+def check_resources(compiled: list[dict[str, Any]]) -> None:
+    for kernel in compiled:
         assert 0 < kernel["registers"] <= 255
         # Of a source whose tokens are covered whole, by 584 bytes, more words are in flight than there are registers.
         assert kernel["spilled"] <= MOST_SPILLED, kernel
@@ -81,6 +117,26 @@ def test_every_kernel_compiles_for_a_gpu_and_keeps_its_registers(op: str, tmp_pa
 
 # Bytes of a thread.
 MOST_SPILLED = 640
+
+
+def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
+    done = python("-c", ONCE_EACH, tmp_path=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    compiled = json.loads(done.stdout)
+    assert "says" not in {field for kernel in compiled for field in kernel}, compiled
+    assert {(kernel["op"], kernel["name"]) for kernel in compiled} == launched_kernels()
+    check_resources(compiled)
+
+
+@pytest.mark.every_day("retire")
+@pytest.mark.parametrize("op", sorted(all_specs()))
+def test_every_variant_compiles_for_a_gpu_and_keeps_its_registers(op: str, tmp_path: Path) -> None:
+    file = tmp_path / "kernels.json"
+    done = run("--op", op, "--examples", "4", "--json", str(file), tmp_path=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    compiled = json.loads(file.read_text())
+    assert {kernel["op"] for kernel in compiled} == {op}
+    check_resources(compiled)
 
 
 def test_what_does_not_compile_is_told_with_the_words_of_the_compiler(tmp_path: Path) -> None:
