@@ -59,11 +59,15 @@ def changed(file: str, old: str, new: str) -> str:
     return source.replace(old, new)
 
 
-def test_every_source_has_mutants_and_ids_are_unique() -> None:
+def test_every_source_has_mutants_and_the_listed_ones_are_among_them() -> None:
     found = make_mutants()
     assert {mutant.file for mutant in found} == set(source_files())
     assert len({mutant.id for mutant in found}) == len(found)
     assert sum(mutant.file.startswith("kernels/") for mutant in found) >= 150
+    # In this test too, as making all of them takes seconds.
+    entries = read_equivalents()
+    listed = make_mutants(sorted({entry["file"] for entry in entries}))
+    assert set(equivalent_reasons(entries)) <= {mutant.id for mutant in listed}
 
 
 def test_a_mutant_differs_from_its_source_in_the_lines_it_names() -> None:
@@ -176,12 +180,6 @@ def test_each_change_of_one_function_behaves_as_itself(file: str, backend: str) 
         with overlaid(file, changed(file, check, check.replace("0", str(least)))):
             assert retired(backend) == list(range(least + 1, 6))
         assert retired(backend) == [1, 2, 3, 4, 5]
-
-
-def test_the_listed_equivalent_mutants_are_mutants() -> None:
-    entries = read_equivalents()
-    files = sorted({entry["file"] for entry in entries})
-    assert set(equivalent_reasons(entries)) <= {mutant.id for mutant in make_mutants(files)}
 
 
 def gone() -> dict[str, str]:
