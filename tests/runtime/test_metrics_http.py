@@ -227,7 +227,8 @@ def test_a_connection_lasts_so_long_and_no_longer(
                     client.send(b"x" if begun else b"")
             except OSError:
                 break
-    assert 0.5 < time.monotonic() - began < 4
+    # Ended by the server, and not by the loop, on a busy machine too.
+    assert 0.5 < time.monotonic() - began < 8
 
 
 def test_a_client_that_takes_no_answer_is_let_go(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,8 +264,11 @@ def test_without_descriptors_it_waits_and_does_not_spin(
     monkeypatch.setattr(socket.socket, "accept", fails)
     with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
         client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-        time.sleep(0.7)
-        assert 1 <= len(tried) <= 5
+        wait_until(lambda: len(tried) > 0)
+        began, before = time.monotonic(), len(tried)
+        time.sleep(0.5)
+        # However long the sleep was in the end.
+        assert len(tried) - before <= 2 + (time.monotonic() - began) / 0.2
         monkeypatch.setattr(socket.socket, "accept", accept)
         assert client.recv(12) == b"HTTP/1.0 200"
 
@@ -418,7 +422,8 @@ def test_an_application_that_hangs_does_not_hang_the_one_that_closes(
         assert asked.wait(10)
         began = time.monotonic()
         metrics.close()
-        assert time.monotonic() - began < 3
+        # Without a limit it would wait for half a minute.
+        assert time.monotonic() - began < 15
         # The port is free again.
         PrometheusMetrics(CollectorRegistry(), port=port).close()
         threads = [each for each in threading.enumerate() if each.name == f"kv-canary-metrics-{port}"]

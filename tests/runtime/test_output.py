@@ -89,7 +89,7 @@ def test_a_file_that_is_locked_costs_the_step_nothing_and_one_wait_in_all(
         drained = time.monotonic() - began
     # Twenty reports, each of which would have waited 2 s; the thread waits once and pauses.
     assert took < 15
-    assert drained < took + 8
+    assert drained < took + 20
     engine.manager.close()
     assert '"lost"' in path.read_text()
 
