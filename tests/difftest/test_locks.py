@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ HOLDER = """
 import sys, tempfile
 from kv_canary.difftest.locks import own_lock
 tempfile.tempdir = sys.argv[1]
+print("started", flush=True)
 with own_lock("giant"):
     print("held", flush=True)
     sys.stdin.readline()
@@ -46,11 +48,11 @@ def test_one_process_holds_it_at_a_time(shared: Path) -> None:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     first = subprocess.Popen(command, **pipes)
     assert first.stdout is not None
-    assert first.stdin is not None
-    assert first.stdout.readline() == "held\n"
+    assert [first.stdout.readline(), first.stdout.readline()] == ["started\n", "held\n"]
     second = subprocess.Popen(command, **pipes)
-    with pytest.raises(subprocess.TimeoutExpired):
-        second.wait(timeout=8)
+    assert second.stdout is not None
+    assert second.stdout.readline() == "started\n"
+    assert select.select([second.stdout], [], [], 1.0)[0] == []
     first.communicate("\n", timeout=60)
     # Its turn comes.
     said, _ = second.communicate("\n", timeout=60)
