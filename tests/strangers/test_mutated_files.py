@@ -20,9 +20,9 @@ MOST_MIB = 1024
 MOST_SECONDS = 5.0
 
 
-@pytest.mark.every_day("1000-cases", "1000-bundles")
+@pytest.mark.every_day("300-cases", "300-bundles")
 @pytest.mark.parametrize("what", ["cases", "bundles"])
-@pytest.mark.parametrize("count", [1000, 5000])
+@pytest.mark.parametrize("count", [300, 5000])
 def test_mutations_are_read_or_refused_with_a_named_error(what: str, count: int, tmp_path: Path) -> None:
     script = Path(__file__).with_name("mutate.py")
     done = subprocess.run(
