@@ -86,6 +86,7 @@ def same(left: Any, right: Any) -> None:
             assert torch.equal(tensor, getattr(right, name)), name
 
 
+@pytest.mark.every_day("reference")
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_planning_and_verifying_in_one_is_doing_both(backend: str, device: torch.device) -> None:
     made = Launcher(backend, device)
