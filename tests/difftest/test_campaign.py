@@ -197,6 +197,7 @@ def test_mutants_run_from_a_shell(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "mutants.json").read_text())["total"] == 2
 
 
+@pytest.mark.long
 def test_ctrl_c_keeps_what_there_is(tmp_path: Path) -> None:
     facts = tmp_path / "facts.json"
     command = [PROGRAM, "difftest", "fuzz", "--minutes", "5", "--jobs", "1", "--op", "retire", "--json", str(facts)]

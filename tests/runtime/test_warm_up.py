@@ -30,6 +30,7 @@ def run(kind: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.every_day("given", "window")
 @pytest.mark.parametrize("kind", ["given", "plain", "window"])
 def test_a_soak_of_varied_sizes_compiles_nothing_after_the_warm_up(kind: str) -> None:
     result = run(kind)
