@@ -118,6 +118,7 @@ def exchanges(steps: int, *, every: int, agrees: bool) -> int:
     return steps if agrees else len(due)
 
 
+@pytest.mark.every_day("0-raise", "1-log", "3-raise")
 @pytest.mark.parametrize("mode", ["log", "raise"])
 @pytest.mark.parametrize("every", [0, 1, 3])
 def test_ranks_exchange_at_steps_that_the_configuration_alone_says(
@@ -136,6 +137,7 @@ def test_ranks_exchange_at_steps_that_the_configuration_alone_says(
         assert engine.manager.summary().status == "healthy"
 
 
+@pytest.mark.every_day("0", "3", "4", "7")
 @pytest.mark.parametrize("seed", range(10))
 def test_whatever_happens_to_ranks_they_make_the_same_calls_and_raise_together(
     monkeypatch: pytest.MonkeyPatch, seed: int
@@ -506,6 +508,7 @@ def entries_of_ranks(engines: list[Engine]) -> list[set[int]]:
     return [{int(words[-math.prod(shape) :].view(shape)[0, 0, Word.ENTRIES]) for words in part} for part in digests]
 
 
+@pytest.mark.every_day("raise")
 @pytest.mark.parametrize("mode", ["log", "raise"])
 def test_healthy_ranks_that_choose_other_strides_do_not_differ(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     engines = ranks_of_other_strides(monkeypatch, mode=mode)

@@ -225,9 +225,20 @@ def rounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 OPTIONS: list[dict[str, Any]] = [{}, {"stride": 4}, {"check_tokens": False}, {"verify_bytes_at_tail": True}]
 
 
+WINDOWS = [(0,), (16,), (0, 16)]
+
+
+@pytest.mark.every_day(
+    # Every value of each parameter with every value of each other one.
+    *(
+        f"{('as it is', 'rounded')[(i + j) % 2]}-{windows}-{options}-{('', 'following')[(i + j // 2) % 2]}"
+        for i, windows in enumerate(WINDOWS)
+        for j, options in enumerate(OPTIONS)
+    )
+)
 @pytest.mark.parametrize("follows", [False, True], ids=["", "following"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("windows", [(0,), (16,), (0, 16)], ids=str)
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
 def test_repetitions_leave_what_forwards_leave_that_are_begun_anew(
     rounds: bool, options: dict[str, Any], windows: Sequence[int], follows: bool
 ) -> None:
@@ -248,6 +259,7 @@ def test_repetitions_leave_what_forwards_leave_that_are_begun_anew(
         assert summary.positions_verified == summary.positions_relied_on > 0
 
 
+@pytest.mark.every_day("as it is-0", "rounded-1", "rounded-2", "as it is-3")
 @pytest.mark.parametrize("seed", range(6))
 def test_lists_that_change_at_every_other_step_are_repeated_too(rounds: bool, seed: int) -> None:
     engines = [Decoder(repeats=repeats) for repeats in (False, True)]

@@ -107,6 +107,7 @@ def left_by(engine: PagedEngine) -> list[torch.Tensor]:
     return tensors if state.token_pool is None else [*tensors, state.token_pool[:, :64]]
 
 
+@pytest.mark.every_day("4-full", "3-window", "4-lut")
 @pytest.mark.parametrize("kind", ["full", "window", "lut"])
 @pytest.mark.parametrize("page_size", [4, 3])
 def test_pages_in_the_order_of_the_batch_leave_what_slots_by_row_leave(kind: str, page_size: int) -> None:
