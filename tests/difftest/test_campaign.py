@@ -141,7 +141,7 @@ def cases():
 """
 
 
-@pytest.mark.every_day("raises")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mischief", "says"),
     [("raise KeyError('lost')", "KeyError: 'lost'"), ("os.abort()", "exit code -6")],

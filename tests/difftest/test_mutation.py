@@ -328,6 +328,7 @@ def test_a_planted_text_that_is_gone_or_there_twice_is_refused() -> None:
         plant("no-such-bug")
 
 
+@pytest.mark.long
 def test_a_line_map_says_which_tests_run_which_lines(tmp_path: Path) -> None:
     root, out = linked_package(tmp_path / "package"), tmp_path / "lines.json"
     program = Path(inspect.getfile(mutation_run)).with_name("line_map.py")
@@ -344,6 +345,7 @@ def test_a_line_map_says_which_tests_run_which_lines(tmp_path: Path) -> None:
     assert not any(file.startswith("kv_canary/kernels") for file in told["lines"])
 
 
+@pytest.mark.long
 def test_mutants_of_the_runtime_are_judged_by_the_tests_of_their_lines() -> None:
     file = "kv_canary/runtime/rows.py"
     mutants = make_mutants([file])

@@ -231,6 +231,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_case_of_an_op_from_outside_names_its_code_and_replays(tmp_path: Path) -> None:
     script = tmp_path / "foreign.py"
     script.write_text(FOREIGN)
