@@ -6,7 +6,7 @@ import click
 
 from kv_canary.commands.group import LazyGroup
 
-CAMPAIGNS = ("chaos", "detection", "overlap", "ranks", "soak", "transfer")
+CAMPAIGNS = ("chaos", "detection", "overlap", "ranks", "seals", "soak", "transfer")
 
 
 @click.group(

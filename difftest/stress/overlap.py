@@ -53,7 +53,8 @@ def run_life(
     name: str, config: OverlapConfig, *, steps: int, device: str, canary: CanaryConfig, progress: Progress
 ) -> dict[str, Any]:
     """Run one engine and return what happened."""
-    engine = OverlappedEngine(config, canary=canary, device=device)
+    # Seals too: what is compared below leaves them out, for each canary's are its own.
+    engine = OverlappedEngine(config, canary=dataclasses.replace(canary, seals="layer"), device=device)
     bar = progress.add_task(name, total=steps)
     start = time.perf_counter()
     engine.run(steps, on_step=lambda: progress.advance(bar))
@@ -77,6 +78,7 @@ def run_life(
         "cost": None if cost is None else {"fixed_us": cost.fixed * 1e6, "entry_ns": cost.entry * 1e9},
         "positions_relied_on": summary.positions_relied_on,
         "positions_verified": summary.positions_verified,
+        "audits": None if summary.audits is None else dataclasses.asdict(summary.audits),
         "first_alarms": [r.sentence for r in list(engine.guarded.reports)[:3]],
     }
 

@@ -195,6 +195,8 @@ class OverlappedEngine:
         self._serial = 0
         # Freed while a step that may read them was prepared already: retired behind it.
         self._to_retire: list[tuple[str, int, list[int]]] = []
+        # Requests that have ended or were put off, with their rows and slots by group.
+        self._left: list[tuple[str, int, dict[str, list[int]]]] = []
         self._in_flight: deque[_Step] = deque()
         self._prepared: _Step | None = None
         self._graphs: list[tuple[int, _Graph]] = []
@@ -387,6 +389,11 @@ class OverlappedEngine:
     def _leave(self, request: _Request) -> None:
         request.attempt += 1
         self.running.remove(request)
+        full = self.pages.slots(request.pages)
+        slots = {"full": full}
+        if self.lut is not None:
+            slots["swa"] = [self.swa_of[slot] for slot in full if slot in self.swa_of]
+        self._left.append((request.name, request.row, slots))
         self._release(request.pages, owner=request.serial)
         # Used again at once.
         self.free_rows.appendleft(request.row)
@@ -585,9 +592,14 @@ class OverlappedEngine:
     def _retire_freed(self) -> None:
         """Mark what was freed, behind the step that was launched last: it was prepared before the free."""
         freed, self._to_retire = self._to_retire, []
+        left, self._left = self._left, []
         if self.manager is None:
             return
         with self._on_stream():
+            for request, row, by_group in left:
+                self.manager.row_ended(row)
+                sent = send(self.device, *by_group.values())
+                self.manager.complete(request, dict(zip(by_group, sent, strict=True)))
             for name, owner, slots in freed:
                 if slots:
                     self.manager.retire(self.pools[name], send(self.device, slots)[0], owner=owner)

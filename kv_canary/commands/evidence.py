@@ -54,6 +54,11 @@ KINDS = {
         sources=RUNTIME,
         command="make soak; on a GPU: kv-canary stress detection --device cuda --json FILE",
     ),
+    "seals": Evidence(
+        files=("seals_detection.json",),
+        sources=RUNTIME,
+        command="kv-canary stress seals --runs 1000 --jobs 2 --json bench/results/seals_detection.json",
+    ),
     "chaos": Evidence(files=("chaos.json",), sources=RUNTIME, command="make chaos MINUTES=60"),
     "sglang_chaos": Evidence(
         files=("sglang_chaos.json",),

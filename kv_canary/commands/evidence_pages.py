@@ -282,6 +282,29 @@ def _detection(found: Results, _: Sequence[str]) -> str:
     return f"{text}\n\n{_table(head, rows)}\n\n{_source(found, *names)}"
 
 
+def _seals(found: Results, _: Sequence[str]) -> str:
+    rows = [
+        [
+            row["case"],
+            row["layers"],
+            f"{row['found']} of {row['runs']}",
+            row["blamed_wrongly"],
+            row["late_steps_median"],
+            row["late_steps_max"],
+            ", ".join(f"{name} {count}" for name, count in row["by"].items()),
+        ]
+        for row in load("seals_detection.json")
+    ]
+    text = (
+        "Bytes that were changed once they were sealed, one fault at a time, in a model engine whose requests share "
+        "prefixes, end and are put off; nothing goes round the pool by itself. What no request relied on was found "
+        "by going through the pool 24 actions later. Faults whose slots were freed or written anew before anybody "
+        "relied on them are left out."
+    )
+    head = ["changed", "layers", "found", "wrongly blamed", "median steps late", "most", "by"]
+    return f"{text}\n\n{_table(head, rows)}\n\n{_source(found, 'seals_detection.json')}"
+
+
 def _chaos(found: Results, _: Sequence[str]) -> str:
     own, sglang = load("chaos.json"), load("sglang_chaos.json")
     rows = [
@@ -399,6 +422,7 @@ BLOCKS: dict[str, Callable[[Results, Sequence[str]], str]] = {
     "engine_cost": _engine_cost,
     "soak": _soak,
     "detection": _detection,
+    "seals": _seals,
     "chaos": _chaos,
     "difftest": _difftest,
     "engines": _engines,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from kv_canary.difftest.stress import overlap
 from kv_canary.difftest.stress.overlapped_engine import OverlapConfig, OverlappedEngine
 
 CANARY = CanaryConfig(backend="reference", sweep_every=5, check_tokens=True, check_inputs=True)
+SEALS = dataclasses.replace(CANARY, seals="layer", scrub_share=0.1)
 
 
 @pytest.mark.every_day("in time", "late, windowed")
@@ -23,14 +25,19 @@ CANARY = CanaryConfig(backend="reference", sweep_every=5, check_tokens=True, che
     ids=["in time", "late", "in time, windowed", "late, windowed"],
 )
 def test_a_step_ahead_of_the_device_there_is_no_false_alarm(options: dict[str, Any]) -> None:
-    engine = OverlappedEngine(OverlapConfig(**options), canary=CANARY, device="cpu")
+    engine = OverlappedEngine(OverlapConfig(**options), canary=SEALS, device="cpu")
     engine.run(80)
     assert engine.manager is not None
+    engine.manager.scrub()
     summary = engine.manager.summary()
     assert (summary.status, summary.violations, engine.wrong_tokens) == ("healthy", 0, 0), engine.manager.reports
     assert summary.positions_verified == summary.positions_relied_on > 10_000
     assert engine.finished > 20
     assert engine.retracted
+    assert summary.audits is not None
+    assert summary.audits.completed > 20
+    assert summary.audits.unsealed == 0
+    assert summary.audits.admitted > 0 or options.get("window")
     # The scheduler learns late that requests have ended.
     assert engine.ran_on > 20
     # Only a slow device reads rows that are another's by then.
