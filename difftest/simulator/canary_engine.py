@@ -111,7 +111,7 @@ class CanaryEngine(Engine):
     def complete(self, request: Request) -> None:
         """Have all that a request rests on held against its seals, which goes away now or is put off."""
         if self.manager.completes:
-            slots = {group.name: torch.tensor(self.slots_of(group, request)) for group in self.groups}
+            slots = {str(group.name): torch.tensor(self.slots_of(group, request)) for group in self.groups}
             self.manager.complete(request.name, slots)
         self.manager.row_ended(request.row)
 

@@ -135,7 +135,9 @@ def draw_sealing_canary(rng: np.random.Generator, backend: str) -> CanaryConfig:
     canary = draw_canary(rng, backend)
     seals, share = str(rng.choice(["layer", "layer", "model", "off"])), float(rng.choice([0.005, 0.1, 1.0]))
     # Seals tell by the records whose bytes they are of.
-    return dataclasses.replace(canary, seals=seals, scrub_share=share) if canary.track_lifetime else canary
+    if not canary.track_lifetime:
+        return canary
+    return dataclasses.replace(canary, seals=seals, scrub_share=share)  # type: ignore[arg-type]
 
 
 def draw_canary(rng: np.random.Generator, backend: str) -> CanaryConfig:

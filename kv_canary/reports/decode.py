@@ -29,6 +29,9 @@ class Decoder:
         name_of_row: (step, row) -> request, as far as it is remembered.
         name_of_owner: owner number -> request, as far as it is remembered.
         redactor: hides tokens and names; None: they are told.
+        intact_at: (row) -> the last step of which it is known that the bytes of a slot that was found damaged were
+            those that were sealed; None: nobody can say.
+        readers_since: (row, step) -> the requests that have had its slot in their rows behind that step.
     """
 
     def __init__(
@@ -38,8 +41,11 @@ class Decoder:
         name_of_row: Callable[[int, int], str | None],
         name_of_owner: Callable[[int], str | None],
         redactor: Redactor | None = None,
+        intact_at: Callable[[ViolationRow], int] | None = None,
+        readers_since: Callable[[ViolationRow, int], Sequence[str]] = lambda row, step: (),
     ) -> None:
         self._groups = groups
+        self._intact_at, self._readers_since = intact_at, readers_since
         self._name_of_row, self._name_of_owner = name_of_row, name_of_owner
         self.redactor = redactor
 
@@ -74,6 +80,12 @@ class Decoder:
         if row.has_record and not reasons & (Reason.NEVER_WRITTEN | Reason.UNMAPPED):
             record = self.record(row.identity, row.chain, row.kv, row.writer)
         writing = is_write(row)
+        intact_at, readers = None, list[str]()
+        if reasons & SEALS and self._intact_at is not None:
+            intact_at = self._intact_at(found)
+            readers = list(self._readers_since(found, intact_at))
+            if self.redactor is not None:
+                readers = [self.redactor.name(name) or "" for name in readers]
         report: dict[str, Any] = {
             "reasons": reason_names(reasons),
             "tag": tag.name,
@@ -90,6 +102,8 @@ class Decoder:
             "previous_slot": 0 if Reason.BATCH in reasons else row.previous,
             "given": (row.previous, row.given) if Reason.BATCH in reasons else None,
             "places": _places(group, reasons, record) + _sealed_places(group, reasons, found.given),
+            "intact_at": intact_at,
+            "readers": tuple(readers),
             # It names no token, and what is damaged shows in the words as they are.
             "cause": cause_of_one(reasons, found, record, request_id, group, is_write=writing),
         }
@@ -196,7 +210,11 @@ def details(report: Mapping[str, Any], writing: bool) -> str:
     how = "freed" if record.retired else "written"
     if set(report["reasons"]) <= {r.name for r in SEALS}:
         text += f" The slot holds token {record.token} of position {record.position}"
-        return f"{text}, written by {by} at step {record.step}; its bytes were sealed then."
+        text += f", written by {by} at step {record.step}; its bytes were sealed then"
+        if report["intact_at"] is not None and report["intact_at"] > record.step:
+            text += f", and the same at step {report['intact_at']}"
+        names = ", ".join(printable(name) for name in report["readers"])
+        return text + (f". Read since by {names}." if names else ".")
     known = report["expected_token"] is not None
     expected = f"token {report['expected_token']}" if known else "this request's token"
     text += f" The slot holds token {record.token} of position {record.position}"

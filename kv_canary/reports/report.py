@@ -40,6 +40,10 @@ class ViolationReport:
     # BATCH: the row and the length that the model was given.
     given: tuple[int, int] | None = None
     places: tuple[str, ...]
+    # SEAL_K, SEAL_V: the last step of which it is known that the bytes were those that were sealed, and who has had
+    # the slot in its row since, as far as that is remembered.
+    intact_at: int | None = None
+    readers: tuple[str, ...] = ()
     cause: str
     sentence: str
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from kv_canary.config import CanaryConfig
-from kv_canary.constants import Reason, Status, Tag
+from kv_canary.constants import MASK64, OWNER_BITS, STEP_MASK, Reason, Status, Tag
 from kv_canary.observers import HealthCheck, Observer, RequestVerdict, StepFacts
 from kv_canary.output import OUTPUT, logger
 from kv_canary.ranks import RankReport
 from kv_canary.redact import Redactor
 from kv_canary.reports import CanaryViolationError, Decoder, Incident, ViolationReport
-from kv_canary.reports.decode import reason_names
+from kv_canary.reports.decode import SEALS, reason_names
 from kv_canary.reports.reporter import IncidentReporter, most_telling
 from kv_canary.runtime.audits import Audits
 from kv_canary.runtime.batch import ForwardBatch, WatchedForward
@@ -26,7 +26,10 @@ from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.rows import OwnerNames
 from kv_canary.runtime.seals import Scrub
 from kv_canary.runtime.summary import RECENT_STEPS, CanaryStatus, CanarySummary
+from kv_canary.specs.violation_row import ViolationRow
 
+# Requests that a report names, of those that have had a damaged slot in their rows.
+_MOST_READERS = 8
 # The entries that HEAD has verified, among the counters.
 _HEAD_FULL, _HEAD_SWA = 2 * Tag.HEAD_FULL + 1, 2 * Tag.HEAD_SWA + 1
 
@@ -72,7 +75,12 @@ class Accounts:
         self._steps = StepHistory()
         self.redactor = Redactor.of(config)
         self._decoder = Decoder(
-            groups, name_of_row=self._name_of_row, name_of_owner=self._name_of_owner, redactor=self.redactor
+            groups,
+            name_of_row=self._name_of_row,
+            name_of_owner=self._name_of_owner,
+            redactor=self.redactor,
+            intact_at=self._intact_at,
+            readers_since=self._readers_since,
         )
         self._desk = IncidentReporter(self._decoder, config=config, steps=self._steps, summary=self._summary_now)
         # Counters as of the last drained step; None where the launches since then are not known.
@@ -164,6 +172,12 @@ class Accounts:
                 if step is not None:
                     self._tell_step(step)
             return
+        if findings.total > len(findings.rows):
+            self._scrub.forget_looks()
+        for row in findings.rows:
+            if row.reasons & SEALS:
+                # Of each when it is found, told or not.
+                self._intact_at(row)
         seen = dict.fromkeys((row.step, row.row) for row in findings.rows)
         verdicts = {key: self._was_discarded(*key) for key in seen}
         rows = [row for row in findings.rows if not verdicts[row.step, row.row]]
@@ -321,6 +335,17 @@ class Accounts:
         except Exception as error:
             self._guard.failed("discarded", error, own=False)
             return False
+
+    def _intact_at(self, row: ViolationRow) -> int:
+        """Return the last step of which it is known that the bytes of a slot were those that were sealed."""
+        pool = self._decoder.group_of(row).pool
+        written = ((row.writer & MASK64) >> OWNER_BITS) & STEP_MASK
+        return self._scrub.intact_at(pool, row.slot, writer=row.writer, written=written, found=row.step)
+
+    def _readers_since(self, row: ViolationRow, step: int) -> list[str]:
+        """Return the requests that have had a slot in their rows behind a step, as far as that is remembered."""
+        group = self._decoder.group_of(row)
+        return self._steps.readers(group, row.slot, after=step, most=_MOST_READERS)
 
     def _name_of_row(self, step: int, row: int) -> str | None:
         request = self._steps.request(step, row)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kv_canary.runtime.composition import BatchRequests, ForwardRequest
+from kv_canary.runtime.pools import BufferGroup
 
 # Steps that are remembered.
 REMEMBERED_STEPS = 64
@@ -104,6 +105,34 @@ class StepHistory:
                 return step, request
         return None
 
+    def readers(self, group: BufferGroup, slot: int, *, after: int, most: int) -> list[str]:
+        """Return the names of requests whose rows name a slot, as tables are now, in remembered steps behind one.
+
+        Waits for the device.
+
+        Args:
+            group: whose tables they are.
+            slot: of its pool.
+            after: a step's number.
+            most: so many names at most, those of the newest steps first.
+        """
+        names: list[str] = []
+        seen = set[int]()
+        # Steps that are repeated do not say it again.
+        tables = (step.tables[group.name] for step in reversed(self._steps) if group.name in step.tables)
+        table = next(tables, None)
+        for step in reversed(self._steps) if table is not None else ():
+            if step.number <= after or len(names) >= most:
+                break
+            for forward in reversed(step.forwards):
+                # Not those whose rows have others in them now, or were those of another batch.
+                fresh = [i for i, row in enumerate(forward.rows.tolist()) if row not in seen]
+                seen.update(forward.rows.tolist())
+                if table is None or (forward.table_rows is not None and step is not self._steps[-1]):
+                    continue
+                names += [forward[i].request_id for i in fresh if _names(group, table, forward, i, slot)]
+        return list(dict.fromkeys(names))[:most]
+
     def arrived(self, number: int, row: int) -> int | None:
         """Return the first step of the request in `row`; None where it may have come before any that is remembered."""
         then = self.request(number, row)
@@ -111,3 +140,15 @@ class StepHistory:
             return None
         came = next((s.number for s in self._steps if (r := s.request(row)) and r.owner == then.owner), None)
         return came if came != self._steps[0].number or came == 1 else None
+
+
+def _names(group: BufferGroup, table: torch.Tensor, forward: BatchRequests, i: int, slot: int) -> bool:
+    """Whether the row of the i-th request of a forward names a slot, up to where the forward has written."""
+    row = int((forward.rows if forward.table_rows is None else forward.table_rows)[i])
+    end = min(int(forward.prefix[i] + forward.extend[i]), table.shape[1] * group.page_size)
+    positions = torch.arange(max(0, end - group.window) if group.window else 0, end, device=table.device)
+    named = group.slots_named(table, row, positions)
+    if group.lut is not None:
+        inside = (named >= 0) & (named < len(group.lut))
+        named = torch.where(inside, group.lut[torch.where(inside, named, 0)], 0)
+    return bool((named == slot).any())

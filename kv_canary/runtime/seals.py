@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict, deque
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +23,8 @@ _UNKNOWN_BANDWIDTH, _SLOW_BANDWIDTH = 100e9, 10e6
 _LONGEST = 1.0
 # Words that `verify_seals` counts in: launches, slots, slots without a seal, bands that differ.
 SEAL_COUNTS = 4
+# Pieces of a scrub that are remembered, and damaged slots.
+_MOST_PIECES, _MOST_DAMAGED = 4096, 4096
 # As many slots as there are.
 _ALL = (1 << 63) - 1
 
@@ -96,6 +100,15 @@ def warm_up(context: CanaryContext) -> None:
             verify_sealed(context, group, slots=slots, span=nothing, checked=checked)
 
 
+class _Piece(NamedTuple):
+    """Slots that were held against their seals, all at once."""
+
+    pool: KvPool
+    first: int
+    end: int
+    step: int
+
+
 class Scrub:
     """Goes round the pools, piece by piece, and holds every slot against its seal.
 
@@ -115,6 +128,35 @@ class Scrub:
         self._timing: tuple[DeviceTimer, int] | None = None
         self._rounds, self._began, self._last_began = 0, time.monotonic(), 0.0
         self._last_piece = time.monotonic()
+        # The last ones, oldest first; and by slot and WRITER what is known of those that were found damaged.
+        self._pieces: deque[_Piece] = deque(maxlen=_MOST_PIECES)
+        self._damaged: OrderedDict[tuple[KvPool, int, int], int] = OrderedDict()
+
+    def intact_at(self, pool: KvPool, slot: int, *, writer: int, written: int, found: int) -> int:
+        """Return the last step of which it is known that a slot's bytes were those that were sealed.
+
+        To be asked of every slot that is found damaged, when it is: what was damaged once is not looked at as if it had
+        been intact before the next look.
+
+        Args:
+            pool: of the slot.
+            slot: that was found damaged.
+            writer: WRITER of its record.
+            written: the step of that.
+            found: the step that it was found in.
+        """
+        key = pool, slot, writer
+        if key not in self._damaged:
+            looks = [p for p in self._pieces if p.pool is pool and p.first <= slot < p.end]
+            # What has found it is not among those before.
+            self._damaged[key] = max((p.step for p in looks if written <= p.step < found), default=written)
+            if len(self._damaged) > _MOST_DAMAGED:
+                self._damaged.popitem(last=False)
+        return self._damaged[key]
+
+    def forget_looks(self) -> None:
+        """Take in that some of what was found damaged is not known: no look up to here says that a slot was intact."""
+        self._pieces.clear()
 
     def piece(self) -> None:
         """Hold as many slots against their seals as the time since the last piece allows, where any are sealed.
@@ -166,6 +208,7 @@ class Scrub:
             if timed and not self._on_gpu:
                 self._timed(count * each, time.monotonic() - began)
         self._seen.copy_(self._checked, non_blocking=True)
+        self._pieces.append(_Piece(pool, self._cursor, self._cursor + count, context.step))
         self._cursor += count
         if self._cursor >= pool.num_slots:
             self._turn, self._cursor = (self._turn + 1) % len(self._turns), 1

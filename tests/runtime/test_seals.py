@@ -8,6 +8,7 @@ import torch
 
 import kv_canary as kc
 from kv_canary.difftest.simulator.scripted_engine import kv_source
+from kv_canary.runtime.history import StepHistory, StepRecord
 from kv_canary.runtime.seals import SCRUB_EVERY
 
 from .engine import Engine, Request, full_engine, make_pool
@@ -243,3 +244,105 @@ def test_settings_are_checked() -> None:
         kc.CanaryConfig(scrub_share=2)
     with pytest.raises(ValueError, match="kv-canary: CanaryConfig: seals must be one of layer, model, off"):
         kc.CanaryConfig(seals="pages")  # type: ignore[arg-type]
+
+
+def test_a_report_says_who_has_read_the_slot_since_it_was_last_good() -> None:
+    engine = sealed_engine(scrub_share=0.0, num_slots=256)
+    a, b, c = (engine.add(name, 60) for name in "abc")
+    engine.step((a, 9), (c, 4))
+    engine.manager.scrub()
+    # A request that has a's slots in its row, and one that comes when the damage is done.
+    engine.step((a, 1), (c, 1))
+    b.tokens[:8], b.cached = a.tokens[:8], 8
+    engine.tables["full"][b.row, :8] = engine.tables["full"][a.row, :8]
+    engine.step((a, 1), (b, 2))
+    damage(engine, "V", int(slots_of(engine, a, 4, 5)), layer=1, byte=31)
+    engine.step((a, 1), (c, 1))
+    engine.manager.scrub()
+    (report,) = engine.found()
+    # The scrub behind step 1 has seen it good, as every other since would have.
+    assert (report.intact_at, report.readers) == (1, ("a", "b"))
+    assert "its bytes were sealed then. Read since by a, b." in report.sentence
+    assert report.as_dict()["readers"] == ("a", "b")
+    # What is known of the slot does not get better by looking again.
+    engine.step((a, 1))
+    engine.manager.scrub()
+    (again,) = engine.found()
+    assert again.intact_at == 1
+
+
+def test_a_report_says_when_the_bytes_were_last_good() -> None:
+    engine = sealed_engine(scrub_share=0.0)
+    a, b = engine.add("a", 60), engine.add("b", 60)
+    engine.step((a, 9))
+    for _ in range(3):
+        engine.step((a, 1))
+        engine.manager.scrub()
+    # It has the slot no more when the bytes change.
+    engine.step((a, 1), (b, 3))
+    slot = int(slots_of(engine, a, 4, 5))
+    damage(engine, "K", slot, layer=0, byte=9)
+    engine.step((b, 1))
+    engine.manager.scrub()
+    (report,) = engine.found()
+    assert report.intact_at == 4
+    assert "its bytes were sealed then, and the same at step 4. Read since by a." in report.sentence
+
+
+def test_nothing_is_said_to_have_been_good_behind_a_storm() -> None:
+    engine = sealed_engine(scrub_share=0.0, ring_capacity=2)
+    a = engine.add("a", 60)
+    engine.step((a, 9))
+    engine.step((a, 1))
+    engine.manager.scrub()
+    for slot in slots_of(engine, a, 0, 9).tolist():
+        damage(engine, "K", slot, layer=0, byte=9)
+    engine.step((a, 1))
+    # Of nine, two are told.
+    engine.manager.scrub()
+    assert len(engine.found()) == 2
+    engine.step((a, 1))
+    engine.manager.scrub()
+    assert {report.intact_at for report in engine.found()} == {1}
+
+
+def test_names_of_readers_are_hidden_where_names_are() -> None:
+    engine = sealed_engine(scrub_share=0.0, redact=True)
+    a = engine.add("a", 60)
+    engine.step((a, 9))
+    damage(engine, "K", int(slots_of(engine, a, 4, 5)), layer=0, byte=9)
+    engine.step((a, 1))
+    engine.manager.scrub()
+    (report,) = engine.found()
+    (reader,) = report.readers
+    assert reader.startswith("redacted-")
+
+
+@pytest.mark.parametrize("kind", ["full", "window", "lut", "pages"])
+def test_readers_are_those_whose_rows_name_the_slot(kind: str) -> None:
+    lut = torch.randperm(256) if kind == "lut" else None
+    group = kc.BufferGroup(
+        name="full",
+        pool=make_pool(256, read_bytes=1),
+        window=4 if kind == "window" else 0,
+        lut=lut,
+        page_size=4 if kind == "pages" else 1,
+    )
+    table = torch.zeros(8, 12, dtype=torch.int32)
+    table[1], table[2] = torch.arange(20, 32), torch.arange(40, 52)
+    requests = [
+        kc.ForwardRequest(request_id=name, row=row, owner=row, prefix_len=9, extend_len=1, tokens=lambda i, j: [])
+        for row, name in ((1, "a"), (2, "b"))
+    ]
+    history = StepHistory()
+    history.append(StepRecord(number=5, tables={"full": table}, forwards=[kc.BatchRequests.of(requests)]))
+    expected: dict[int, list[str]] = {}
+    for request in requests:
+        for position in range(6 if kind == "window" else 0, 10):
+            entry = int(table[request.row, position // group.page_size])
+            slot = entry * group.page_size + position % group.page_size
+            expected[slot if lut is None else int(lut[slot])] = [request.request_id]
+    assert len(expected) == (8 if kind == "window" else 20)
+    for slot in range(1, 256):
+        assert history.readers(group, slot, after=4, most=8) == expected.get(slot, [])
+    assert history.readers(group, next(iter(expected)), after=5, most=8) == []
