@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(model: Any, *, page: int, chunk: int) -> dict[str, Any]:
-    """Serve a small batch, flip one bit of its KV cache, and return whether the canary found that and nothing else."""
+    """Serve a small batch, flip one sampled bit of its KV cache, and return whether that was found and nothing else."""
     shape = Shape(batch=4, context=4 * page, new_tokens=8, page=page, chunk=chunk)
     prompts = shape.prompts(model.config.vocab_size)
     engine = Engine(model, shape, settings=MODES["full"])
@@ -101,7 +101,7 @@ def check(model: Any, *, page: int, chunk: int) -> dict[str, Any]:
         manager = engine.canary.manager
         engine.canary.flush()
         healthy = engine.canary.summary()
-        fault = PerturbConfig(mode="real_kv_used", warm_up=manager.step + shape.new_tokens // 2)
+        fault = PerturbConfig(mode="real_kv_used", warm_up=manager.step + shape.new_tokens // 2, covered_only=True)
         manager.perturber = Perturber(fault, manager.groups)
         engine.decode(prompts)
         engine.canary.flush()

@@ -26,16 +26,17 @@ class PerturbConfig:
 
     Args:
         mode: "req_to_token" swaps two entries of a request's table, for one forward; "real_kv_used" flips a bit of K or
-            V in a slot that a request is about to read; "real_kv_unused_cache" in one that the prefix cache holds and
-            no request of the forward uses; "real_kv_post_forward" in one that was just written, behind TAIL;
-            "next_token_swap" gives two requests each other's next token, for one forward.
+            V, any bit of any layer, in a slot that a request is about to read; "real_kv_unused_cache" in one that the
+            prefix cache holds and no request of the forward uses; "real_kv_post_forward" in one that was just written,
+            behind TAIL; "next_token_swap" gives two requests each other's next token, for one forward.
         group: name of the group to damage; "" for any.
         half: "K" or "V", where a bit is to flip; "" for either.
         layer: where a bit is to flip, by its place in the group's pool; None for any.
         warm_up: steps before the first injection.
         every: steps between two injections.
         count: how many injections; 0: no end.
-        covered_only: flip bits in bytes that are fingerprinted only.
+        covered_only: flip bits of those bytes only that the slot's record has a fingerprint of, which HEAD sees. Any
+            other byte is seen by a scrub, and by that only where there are seals.
         seed: of what is chosen.
 
     Raises:
@@ -49,7 +50,7 @@ class PerturbConfig:
     warm_up: int = 10
     every: int = 1
     count: int = 1
-    covered_only: bool = True
+    covered_only: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -65,6 +66,8 @@ class PerturbConfig:
                 raise TypeError(must_be("PerturbConfig", name, "an int", repr(value)))
             if value < low:
                 raise ValueError(must_be("PerturbConfig", name, f"at least {low}", str(value)))
+        if not isinstance(self.covered_only, bool):
+            raise TypeError(must_be("PerturbConfig", "covered_only", "a bool", repr(self.covered_only)))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ, **settings: Any) -> Self | None:

@@ -115,7 +115,9 @@ def compare(window: int, mode: Mode | None, *, device: str, canary: CanaryConfig
     # All of them are compared, not those that come first in the ring, whose order is free.
     canary = dataclasses.replace(canary, max_reports_per_step=canary.ring_capacity)
     group = "swa" if window else "full"
-    perturb = None if mode is None else PerturbConfig(mode=mode, group=group, warm_up=40, every=5, count=4)
+    # Bytes that HEAD sees, so that there is something to compare.
+    faults: dict[str, Any] = {"group": group, "warm_up": 40, "every": 5, "count": 4, "covered_only": True}
+    perturb = None if mode is None else PerturbConfig(mode=mode, **faults)
     eager, captured = (
         outcome(
             OverlapConfig(overlap=False, window=window, graphs=graphs), device=device, canary=canary, perturb=perturb

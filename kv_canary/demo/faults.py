@@ -175,7 +175,8 @@ def _allocators(layout: Layout) -> list[Any]:
 def _flip(half: Half, *, last_layer: bool) -> Callable[[Layout], PerturbConfig]:
     def perturb(layout: Layout) -> PerturbConfig:
         group, index = _model_layer(layout, last=last_layer)
-        return PerturbConfig(mode="real_kv_used", group=layout.groups[group].name, half=half, layer=index)
+        name = layout.groups[group].name
+        return PerturbConfig(mode="real_kv_used", group=name, half=half, layer=index, covered_only=True)
 
     return perturb
 

@@ -18,6 +18,9 @@ from kv_canary.runtime.cached import CachedSlots
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.specs.structures import KvSource
 
+# What a scrub reports of a changed byte, by what HEAD does.
+_SEALED_AS = {Reason.K: Reason.SEAL_K, Reason.V: Reason.SEAL_V}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Injection:
@@ -29,17 +32,21 @@ class Injection:
         step: of the forward that it was done before, or behind.
         group: name of the damaged group.
         slots: where it is.
-        reasons: what reports at these slots certainly name.
-        tag: the launch site that finds it first.
+        reasons: what reports at these slots certainly name; none where nothing can see it.
+        tag: the launch site that finds it first, or None where none can.
         where: what was done, in words.
+        position: of the token whose byte was changed, where one was.
+        sampled: whether that byte is of those that the slot's record has a fingerprint of.
     """
 
     step: int
     group: str
     slots: frozenset[int]
     reasons: Reason
-    tag: Tag
+    tag: Tag | None
     where: str
+    position: int | None = None
+    sampled: bool = True
 
 
 class Perturber:
@@ -58,6 +65,8 @@ class Perturber:
 
     def __init__(self, config: PerturbConfig, groups: Sequence[BufferGroup]) -> None:
         known = {g.name: g for g in groups}
+        # Of groups that share a pool, a scrub reports under the last.
+        self._scrubbed_as = {g.pool: g.sweep_tag for g in groups}
         if config.group and config.group not in known:
             raise ValueError(must_be("PerturbConfig", "group", f"one of {', '.join(known)}", repr(config.group)))
         self.config = config
@@ -227,22 +236,47 @@ class Perturber:
 
     def _flip_bit(self, group: BufferGroup, slot: int, position: int, tag: Tag, *, step: int, whose: str) -> None:
         name, reason, source = self._rng.choice(self._halves(group, position))
-        layer, start, end = source.coverage(position)
+        covered, start, end = source.coverage(position)
+        layer, first, last = covered, start, end
         if not self.config.covered_only:
             layer = self._rng.randrange(len(source.layers)) if self.config.layer is None else self.config.layer
-            start, end = 0, source.bytes_per_token
-        byte = self._rng.randrange(start, end)
+            first, last = 0, source.bytes_per_token
+        byte = self._rng.randrange(first, last)
         bytes_of(source, slot, layer)[byte] ^= 1 << self._rng.randrange(8)
+        sampled = layer == covered and start <= byte < end
+        found_by: Tag | None = tag
+        if not sampled:
+            sealed = group.pool.seals is not None
+            reason = _SEALED_AS[reason] if sealed else Reason(0)
+            found_by = self._scrubbed_as[group.pool] if sealed else None
         names = group.pool.layer_names
         layer_name = names[layer] if layer < len(names) else f"layer {layer}"
         where = f"{name} of {layer_name}, byte {byte}, position {position} of {whose}"
-        self._note(group, {slot}, reason, tag, step=step, where=where)
+        self._note(group, {slot}, reason, found_by, step=step, where=where, position=position, sampled=sampled)
 
     def _note(
-        self, group: BufferGroup, slots: Iterable[int], reasons: Reason, tag: Tag, *, step: int, where: str
+        self,
+        group: BufferGroup,
+        slots: Iterable[int],
+        reasons: Reason,
+        tag: Tag | None,
+        *,
+        step: int,
+        where: str,
+        position: int | None = None,
+        sampled: bool = True,
     ) -> None:
         self.injections.append(
-            Injection(step=step, group=group.name, slots=frozenset(slots), reasons=reasons, tag=tag, where=where)
+            Injection(
+                step=step,
+                group=group.name,
+                slots=frozenset(slots),
+                reasons=reasons,
+                tag=tag,
+                where=where,
+                position=position,
+                sampled=sampled,
+            )
         )
 
 

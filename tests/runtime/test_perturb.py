@@ -6,6 +6,7 @@ import dataclasses
 import os
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,13 +14,14 @@ import pytest
 import torch
 
 import kv_canary as kc
-from kv_canary.constants import UNCHECKED
+from kv_canary.constants import UNCHECKED, Tag
+from kv_canary.difftest.simulator.scripted_engine import kv_source
 from kv_canary.perturb import MODES, PerturbConfig, Perturber, bytes_of, collect_active_slots
 from kv_canary.perturb import perturber as perturber_module
 from kv_canary.reports import CanaryViolationError
 from kv_canary.runtime.cached import CachedSlots
 
-from .engine import Engine, Request, make_pool
+from .engine import BYTES, Engine, Request, make_pool
 from .test_captured import Tape
 
 WARM_UP = 3
@@ -29,9 +31,9 @@ KINDS = {"full": "FULL", "window": "SWA", "lut": "SWA", "ring": "SWA"}
 BYTE_MODES = [m for m in MODES if m.startswith("real_kv")]
 
 
-def make_groups(kind: str) -> list[kc.BufferGroup]:
+def make_groups(kind: str, *, read_bytes: int = BYTES) -> list[kc.BufferGroup]:
     """Return groups of which the last is of the kind."""
-    pool = make_pool(name=kind)
+    pool = make_pool(name=kind, read_bytes=read_bytes)
     if kind == "full":
         return [kc.BufferGroup(name="full", pool=pool)]
     if kind == "lut":
@@ -49,9 +51,9 @@ class Perturbed(Engine):
 
     oracle = True
 
-    def __init__(self, kind: str, perturb: PerturbConfig | None, **options: Any) -> None:
+    def __init__(self, kind: str, perturb: PerturbConfig | None, *, read_bytes: int = BYTES, **options: Any) -> None:
         config = kc.CanaryConfig(**{"backend": "reference", "check_tokens": True, **options})
-        super().__init__(make_groups(kind), config, perturb=perturb, cached=self.cached)
+        super().__init__(make_groups(kind, read_bytes=read_bytes), config, perturb=perturb, cached=self.cached)
         self.group = self.groups[-1]
         self.asked = 0
         self.over = self.add("over", 12)
@@ -87,7 +89,8 @@ class Perturbed(Engine):
 
 
 def perturbed(kind: str, mode: str, *, perturb: dict[str, Any] | None = None, **options: Any) -> Perturbed:
-    settings = {"mode": mode, "group": kind, "warm_up": WARM_UP, **(perturb or {})}
+    """Return an engine whose faults are put where HEAD sees them, unless `perturb` says otherwise."""
+    settings = {"mode": mode, "group": kind, "warm_up": WARM_UP, "covered_only": True, **(perturb or {})}
     return Perturbed(kind, PerturbConfig(**settings), **options)
 
 
@@ -319,7 +322,7 @@ def test_only_the_chosen_half_and_layer_are_flipped(mode: str, covered_only: boo
         assert changed[:3] == [set()] * 3
         assert changed[3]
         assert changed[3] <= {s for i in engine.injections for s in i.slots}
-        assert {i.reasons for i in engine.injections} == {kc.Reason.V}
+        assert {i.reasons for i in engine.injections} <= {kc.Reason.V, kc.Reason(0)}
         for injection in engine.injections:
             found = re.search(r"V of layer 1, byte \d+, position (\d+) of ", injection.where)
             positions.add(int(found[1]) % 2)
@@ -327,24 +330,109 @@ def test_only_the_chosen_half_and_layer_are_flipped(mode: str, covered_only: boo
     assert positions == ({1} if covered_only else {0, 1})
 
 
-def test_uncovered_bytes_are_flipped_where_that_is_asked_for_and_not_found() -> None:
-    def reports(covered_only: bool) -> int:
-        count = 0
-        for seed in range(12):
-            # One byte of 32 is covered, in one layer of two.
-            pool = make_pool(read_bytes=1)
-            engine = Engine([kc.BufferGroup(name="full", pool=pool)])
-            settings = PerturbConfig(mode="real_kv_used", warm_up=0, covered_only=covered_only, seed=seed)
-            engine.manager.perturber = Perturber(settings, engine.groups)
-            a = engine.add("a", 40)
-            engine.step((a, 12))
-            engine.step((a, 1))
-            assert len(engine.manager.perturber.injections) == 1
-            count += len(engine.found())
-        return count
+LAYERS, WIDTH, READ_BYTES = 8, 32, 16
+_WHERE = re.compile(r"([KV]) of layer (\d+), byte (\d+), position (\d+) of ")
 
-    assert reports(True) == 12
-    assert reports(False) < 4
+
+def deep_engine(perturb: PerturbConfig, **options: Any) -> Engine:
+    """Return an engine of 8 layers of 32 bytes a token, of which 16 of one layer are sampled."""
+    k, v = (kv_source(256, WIDTH, layers=LAYERS, read_bytes=READ_BYTES) for _ in range(2))
+    names = tuple(f"layer {i}" for i in range(LAYERS))
+    pool = kc.KvPool(name="deep", num_slots=256, k_source=k, v_source=v, layer_names=names, device="cpu")
+    config = kc.CanaryConfig(**{"backend": "reference", "max_reports_per_step": 1024, **options})
+    return Engine([kc.BufferGroup(name="full", pool=pool)], config, perturb=perturb)
+
+
+def flipped_in(engine: Engine) -> list[tuple[str, int, int, int]]:
+    """Return half, layer, byte and position of every bit that was flipped."""
+    found = [_WHERE.match(i.where) for i in engine.manager.perturber.injections]
+    return [(m[1], int(m[2]), int(m[3]), int(m[4])) for m in found]
+
+
+@pytest.mark.parametrize("mode", ["real_kv_used", "real_kv_post_forward"])
+def test_bits_flip_anywhere_unless_told_otherwise(mode: str) -> None:
+    injections, flipped = [], []
+    for seed in (11, 12):
+        engine = deep_engine(PerturbConfig(mode=mode, warm_up=0, count=100, seed=seed))
+        a, b = engine.add("a", 120), engine.add("b", 120)
+        engine.step((a, 7), (b, 10))
+        for _ in range(100):
+            engine.step((a, 1), (b, 1))
+        injections += engine.manager.perturber.injections
+        flipped += flipped_in(engine)
+    assert len(injections) == len(flipped) == 200
+    # Each is expected 25 times, and lies within 4.5 standard deviations of that; halves and bytes likewise.
+    layers, halves = Counter(layer for _, layer, _, _ in flipped), Counter(half for half, *_ in flipped)
+    assert len(layers) == LAYERS
+    assert all(5 <= n <= 46 for n in layers.values())
+    assert 68 <= halves["K"] <= 132
+    assert len({byte for _, _, byte, _ in flipped}) > WIDTH * 0.9
+    source = engine.groups[0].pool.k_source
+    for (_, layer, byte, position), injection in zip(flipped, injections, strict=True):
+        at, start, end = source.coverage(position)
+        assert injection.position == position
+        assert injection.sampled == (layer == at and start <= byte < end)
+    # One in 16 is expected: 12.5.
+    assert 0 < sum(i.sampled for i in injections) < 35
+    # Nothing can see the others, and the injection says so.
+    assert {(i.reasons, i.tag) for i in injections if not i.sampled} == {(kc.Reason(0), None)}
+
+
+def test_a_byte_that_is_sampled_has_to_be_asked_for() -> None:
+    engine = deep_engine(PerturbConfig(mode="real_kv_used", warm_up=0, count=30, covered_only=True))
+    a = engine.add("a", 80)
+    engine.step((a, 40))
+    for _ in range(30):
+        engine.step((a, 1))
+    injections = engine.manager.perturber.injections
+    assert len(injections) == 30
+    assert all(i.sampled and i.reasons in (kc.Reason.K, kc.Reason.V) for i in injections)
+    assert len({layer for _, layer, _, _ in flipped_in(engine)}) > LAYERS / 2
+    reports = engine.found()
+    assert all(any(r.step == i.step and r.slot in i.slots for r in reports) for i in injections)
+
+
+@pytest.mark.parametrize("mode", BYTE_MODES)
+def test_what_no_sample_shows_a_scrub_finds_and_without_seals_nothing_does(mode: str) -> None:
+    met: Counter[bool] = Counter()
+    for seed in range(8):
+        for seals in ("layer", "off"):
+            # One byte of 32 is sampled, in one layer of two.
+            perturb = {"seed": seed, "covered_only": False}
+            engine = perturbed("full", mode, perturb=perturb, seals=seals, read_bytes=1, sweep_every=WARM_UP + 3)
+            injection = run_until_injected(engine)
+            [slot] = injection.slots
+            engine.decode(3)
+            early = engine.found()
+            met[injection.sampled] += 1
+            if injection.sampled:
+                assert {(r.slot, r.tag) for r in early} >= {(slot, injection.tag.name)}
+                continue
+            assert early == []
+            engine.manager.scrub()
+            late = engine.found()
+            if seals == "off":
+                assert (late, injection.reasons, injection.tag) == ([], kc.Reason(0), None)
+            else:
+                [name] = [r.name for r in kc.Reason if r in injection.reasons]
+                assert name in ("SEAL_K", "SEAL_V")
+                assert {(r.slot, r.tag, r.reasons) for r in late} == {(slot, injection.tag.name, (name,))}
+    assert met[False] >= 10
+
+
+def test_in_a_pool_that_groups_share_a_scrub_reports_under_the_last() -> None:
+    pool = make_pool(read_bytes=1)
+    groups = [kc.BufferGroup(name="full", pool=pool), kc.BufferGroup(name="window", pool=pool, window=WINDOW)]
+    pool.keep_seals(by_layer=True, seed=1)
+    engine = Engine(groups)
+    a = engine.add("a", 40)
+    batch = engine.batch((a, 12))
+    tags = set()
+    for seed in range(8):
+        perturber = Perturber(PerturbConfig(mode="real_kv_post_forward", warm_up=0, seed=seed), groups)
+        perturber.after(batch, step=1)
+        tags |= {i.tag for i in perturber.injections if not i.sampled}
+    assert tags == {Tag.SWEEP_SWA}
 
 
 @pytest.mark.parametrize(
@@ -367,6 +455,12 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], compla
 def test_numbers_must_be_numbers(name: str) -> None:
     with pytest.raises(TypeError, match=f"PerturbConfig: {name} must be an int, got True"):
         PerturbConfig(mode="req_to_token", **{name: True})
+
+
+def test_a_switch_must_be_a_switch() -> None:
+    with pytest.raises(TypeError, match="kv-canary: PerturbConfig: covered_only must be a bool, got 'sampled'"):
+        PerturbConfig(mode="real_kv_used", covered_only="sampled")
+    assert PerturbConfig(mode="real_kv_used").covered_only is False
 
 
 @pytest.mark.parametrize(
@@ -393,7 +487,7 @@ def test_the_environment_asks_for_a_fault() -> None:
         "KV_CANARY_PERTURB_WARM_UP": "7",
         "KV_CANARY_PERTURB_EVERY": "2",
         "KV_CANARY_PERTURB_COUNT": "0",
-        "KV_CANARY_PERTURB_COVERED_ONLY": "off",
+        "KV_CANARY_PERTURB_COVERED_ONLY": "on",
         "KV_CANARY_PERTURB_SEED": "5",
         "KV_CANARY_STRIDE": "3",
     }
@@ -405,7 +499,7 @@ def test_the_environment_asks_for_a_fault() -> None:
         warm_up=7,
         every=2,
         count=0,
-        covered_only=False,
+        covered_only=True,
         seed=5,
     )
     assert PerturbConfig.from_env({"KV_CANARY_PERTURB_LAYER": "none"}, mode="real_kv_used").layer is None
@@ -436,6 +530,7 @@ def test_the_environment_reaches_the_manager(monkeypatch: pytest.MonkeyPatch) ->
     assert Perturbed("full", None).manager.perturber is None
     monkeypatch.setenv("KV_CANARY_PERTURB_MODE", "real_kv_used")
     monkeypatch.setenv("KV_CANARY_PERTURB_WARM_UP", str(WARM_UP))
+    monkeypatch.setenv("KV_CANARY_PERTURB_COVERED_ONLY", "1")
     engine = Perturbed("full", None)
     run_until_injected(engine)
     assert len(engine.found()) == 1
