@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import numpy as np
@@ -20,11 +20,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from kv_canary.commands.facts import facts
-from kv_canary.config import CanaryConfig
+from kv_canary.config import CanaryConfig, Seals
 from kv_canary.constants import BACKENDS, Reason
 from kv_canary.difftest.simulator import EngineConfig
 from kv_canary.difftest.simulator.actions import opening, random_action
-from kv_canary.difftest.stress.expected_findings import FaultyEngine, first_steps, unexplained, unreported
+from kv_canary.difftest.stress.expected_findings import (
+    SEALED,
+    SEALED_AS,
+    FaultyEngine,
+    first_steps,
+    unexplained,
+    unreported,
+)
 from kv_canary.difftest.stress.processes import prepare_backend, processes, run_tasks
 from kv_canary.difftest.stress.random_engine import draw_canary, draw_configs
 from kv_canary.perturb import MODES, PerturbConfig
@@ -35,6 +42,8 @@ GROUPS = ("FULL", "SWA")
 LIVES = 6
 # Actions after which a life ends in which no moment for the fault came; and those that follow the fault.
 PATIENCE, AFTERMATH = 60, 20
+# Of the actions that follow the fault, how many lie between two scrubs of all there is.
+SCRUB_EVERY = 5
 # Tasks per run that is wanted, at most.
 MOST_TASKS = 20
 
@@ -50,6 +59,8 @@ class Task:
         stride: the canary's.
         device: "cpu" or "cuda".
         backend: the canary's.
+        seals: the canary's.
+        covered_only: flip bits of sampled bytes only, else of any.
     """
 
     mode: str
@@ -58,6 +69,8 @@ class Task:
     stride: int
     device: str
     backend: str
+    seals: str = "layer"
+    covered_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +80,12 @@ class Run:
     Args:
         whose: names the life.
         injected: whether a moment for the fault came.
-        relied_on: whether some forward or sweep relied on it afterwards.
+        relied_on: whether some forward, sweep or scrub relied on it afterwards.
+        sampled: whether records can show it; else only a seal can.
+        out_of_sight: whether its bytes were read, and nothing could see the change: they are not sampled, and were
+            freed or written anew before a scrub came, or have no seal.
         found: whether there is a report of the right launch site, slot and reasons.
+        found_by_seal: whether it is a scrub's.
         steps_late: steps from the first in which that launch site could see it to that report.
         steps_after: steps from the injection to that report.
         reports: how many there are.
@@ -80,7 +97,10 @@ class Run:
     whose: str
     injected: bool = False
     relied_on: bool = False
+    sampled: bool = True
+    out_of_sight: bool = False
     found: bool = False
+    found_by_seal: bool = False
     steps_late: int = 0
     steps_after: int = 0
     reports: int = 0
@@ -126,6 +146,7 @@ def _live(config: EngineConfig, task: Task, rng: np.random.Generator, whose: str
         group=str(rng.choice(names)),
         warm_up=int(rng.integers(1, 16)),
         seed=int(rng.integers(1 << 31)),
+        covered_only=task.covered_only,
     )
     engine = FaultyEngine(config, canary=canary, perturb=perturb, device=task.device)
     for action in opening(rng, longest=config.max_len):
@@ -134,9 +155,10 @@ def _live(config: EngineConfig, task: Task, rng: np.random.Generator, whose: str
         if engine.injection is not None:
             break
         engine.run(random_action(rng, longest=config.max_len))
-    for _ in range(AFTERMATH):
+    for done in range(1, AFTERMATH + 1):
         engine.run(random_action(rng, longest=config.max_len))
-    engine.manager.flush()
+        if done % SCRUB_EVERY == 0:
+            engine.scrub()
     return _judge(engine, task, whose)
 
 
@@ -146,6 +168,7 @@ def _canary(task: Task, rng: np.random.Generator) -> CanaryConfig:
     return dataclasses.replace(
         draw_canary(rng, task.backend),
         stride=task.stride,
+        seals=task.seals,  # type: ignore[arg-type]
         sweep_every=int(rng.choice(sweeps)),
         quarantine=False,
         track_lifetime=True,
@@ -164,21 +187,27 @@ def _judge(engine: FaultyEngine, task: Task, whose: str) -> Run:
     if injection is None:
         return Run(whose=whose, reports=len(engine.reports), blamed_wrongly=wrong)
     first = first_steps(engine.required, injection.slots)
-    tag = injection.tag.name
+    tag = "" if injection.tag is None else injection.tag.name
     if first and tag not in first:
         # Only another launch site relied on it: a sweep, where no request came back to it, or the other way round.
         tag = min(first, key=lambda t: first[t])
+    wanted = [injection.reasons] if injection.reasons else []
+    if injection.sampled and injection.reasons in SEALED_AS:
+        wanted.append(SEALED_AS[injection.reasons])
     right = [
         r
         for r in engine.reports
-        if r.tag == tag and r.slot in injection.slots and injection.reasons & ~_reasons(r.reasons) == 0
+        if r.tag == tag and r.slot in injection.slots and any(w & ~_reasons(r.reasons) == 0 for w in wanted)
     ]
     silent = unreported(engine) if task.stride == 1 else []
     return Run(
         whose=f"{whose}: {injection.where}",
         injected=True,
-        relied_on=bool(first),
+        relied_on=bool(first) or engine.was_read,
+        sampled=injection.sampled,
+        out_of_sight=not first and engine.was_read,
         found=bool(first and right),
+        found_by_seal=bool(first and right and _reasons(right[0].reasons) & SEALED),
         steps_late=right[0].step - first[tag] if first and right else 0,
         steps_after=right[0].step - injection.step if right else 0,
         reports=len(engine.reports),
@@ -229,27 +258,38 @@ class Cell:
         return sum(r.found for r in self.runs)
 
     @property
+    def out_of_sight(self) -> int:
+        """The number of faults that nothing could see, though they were relied on."""
+        return sum(r.out_of_sight for r in self.runs)
+
+    @property
     def passed(self) -> bool:
-        """Whether all runs were had and, where every position is verified in every step, every fault was found."""
+        """Whether all runs were had and, with every position verified in every step, all was found that could be."""
         complete = len(self.runs) == self.wanted and not self.blamed_wrongly and not self.errors
-        all_found = self.found == len(self.runs) and not any(r.silent for r in self.runs)
+        all_found = self.found + self.out_of_sight == len(self.runs) and not any(r.silent for r in self.runs)
         return complete and (all_found or self.stride > 1)
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON-ready values."""
         late = [r.steps_late for r in self.runs if r.found]
         after = [r.steps_after for r in self.runs if r.found]
+        by_seal = [r.steps_after for r in self.runs if r.found_by_seal]
         return {
             "mode": self.mode,
             "group": self.group,
             "stride": self.stride,
             "runs": len(self.runs),
+            "sampled": sum(r.sampled for r in self.runs),
             "found": self.found,
+            "found_by_seals": len(by_seal),
+            "out_of_sight": self.out_of_sight,
             "blamed_wrongly": self.blamed_wrongly,
             "median_steps_late": statistics.median(late) if late else None,
             "most_steps_late": max(late, default=None),
             "median_steps_after_injection": statistics.median(after) if after else None,
             "most_steps_after_injection": max(after, default=None),
+            "median_steps_to_seals": statistics.median(by_seal) if by_seal else None,
+            "most_steps_to_seals": max(by_seal, default=None),
             "reports": sum(r.reports for r in self.runs),
             "runs_with_a_consequence_unreported": sum(bool(r.silent) for r in self.runs),
             "unused": self.unused,
@@ -267,11 +307,22 @@ def measure(
     pool: ProcessPoolExecutor,
     ahead: int,
     progress: Progress,
+    seals: str = "layer",
+    covered_only: bool = False,
 ) -> bool:
     """Live until there are as many runs as are wanted; return whether Ctrl-C stopped it."""
     bar = progress.add_task(f"{cell.mode} {cell.group}", total=cell.wanted)
     tasks: Iterator[Task] = (
-        Task(mode=cell.mode, group=cell.group, number=n, stride=cell.stride, device=device, backend=backend)
+        Task(
+            mode=cell.mode,
+            group=cell.group,
+            number=n,
+            stride=cell.stride,
+            device=device,
+            backend=backend,
+            seals=seals,
+            covered_only=covered_only,
+        )
         for n in range(number, number + MOST_TASKS * cell.wanted)
     )
 
@@ -293,14 +344,17 @@ def _wrong(one: Run, stride: int) -> Iterator[str]:
         yield one.error
     yield from islice(one.blamed_wrongly, 3)
     yield from islice(one.silent, 3)
-    if one.relied_on and not one.found and stride == 1:
+    if one.relied_on and not one.found and not one.out_of_sight and stride == 1:
         yield "not found"
 
 
 def show(cells: list[Cell], console: Console, *, seconds: float) -> None:
     """Print the table of what was found, how late, and what was blamed wrongly."""
-    table = Table(title="Faults of which every one was relied on by some forward or sweep")
-    columns = ("mode", "group", "runs", "found", "blamed wrongly", "steps late", "after injection", "reports", "unused")
+    table = Table(title="Faults of which every one was relied on by some forward, sweep or scrub")
+    columns = (
+        "mode", "group", "runs", "found", "by seals", "out of sight", "blamed wrongly", "steps late", "after injection",
+        "reports", "unused",
+    )  # fmt: skip
     for column in columns:
         table.add_column(column, justify="left" if column in ("mode", "group") else "right")
     for cell in cells:
@@ -308,8 +362,8 @@ def show(cells: list[Cell], console: Console, *, seconds: float) -> None:
         steps = [f"{_number(row[f'median_{w}'])} (to {_number(row[f'most_{w}'])})" for w in _DELAYS]
         found = f"{row['found']}" if cell.passed else f"[bold red]{row['found']}"
         table.add_row(
-            cell.mode, cell.group, str(row["runs"]), found, str(row["blamed_wrongly"]), *steps, str(row["reports"]),
-            str(row["unused"]),
+            cell.mode, cell.group, str(row["runs"]), found, str(row["found_by_seals"]), str(row["out_of_sight"]),
+            str(row["blamed_wrongly"]), *steps, str(row["reports"]), str(row["unused"]),
         )  # fmt: skip
     console.print(table)
     verdict = "[bold green]PASS[/]" if all(c.passed for c in cells) else "[bold red]FAIL[/]"
@@ -330,6 +384,14 @@ def _number(value: float | None) -> str:
 @click.option("--stride", type=click.IntRange(1), default=1, show_default=True, help="The canary's.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="The canary's.")
+@click.option(
+    "--seals",
+    type=click.Choice(get_args(Seals)),
+    default="layer",
+    show_default=True,
+    help="The canary's: off shows what sampling finds alone.",
+)
+@click.option("--sampled", is_flag=True, help="Flip bits of sampled bytes only. [default: of any byte]")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes that live.")
 @click.option("--seed", "number", type=click.IntRange(0), default=0, show_default=True, help="Of the first life.")
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows here too.")
@@ -341,6 +403,8 @@ def main(
     stride: int,
     device: str,
     backend: str,
+    seals: str,
+    sampled: bool,
     jobs: int,
     number: int,
     path: Path | None,
@@ -356,12 +420,17 @@ def main(
     \b
     found           a report of the launch site, slot and reasons that the injection names. A fault that only
                     another launch site relies on (a sweep, say) must be reported by that one
+    by seals        found by a scrub: a byte that is not sampled, or that nothing else came to. All slots are scrubbed
+                    after every fifth action that follows the fault
+    out of sight    missed, because nothing could see it: bytes that are not sampled, and whose slot was freed or
+                    written anew before a scrub came, or has no seal
     blamed wrongly  runs with a report that no consequence of the fault explains
     steps late      from the first step in which that launch site could see it to that report
     unused          faults in slots that nobody relied on again before they were written anew: told apart, and
                     replaced by further runs
 
-    Every consequence must be reported too: a flipped byte in every step that reads it. With --stride above 1 a fault
+    Bits flip in any byte of any layer. Every consequence must be reported too: a flipped byte that is sampled in every
+    step that reads it, any in every scrub. With --stride above 1 a fault
     may be gone before its turn comes; then what is found is a rate, and a low one is no failure.
 
     \b
@@ -372,6 +441,7 @@ def main(
     Examples:
       kv-canary stress detection --jobs 2 --json detection.json
       kv-canary stress detection --runs 10 --mode real_kv_used --group SWA
+      kv-canary stress detection --seals off
       kv-canary stress detection --device cuda --backend triton
     """
     try:
@@ -397,12 +467,27 @@ def main(
         for cell in cells:
             measured.append(cell)
             if measure(
-                cell, number=number, device=device, backend=backend, pool=pool, ahead=jobs + 1, progress=progress
+                cell,
+                number=number,
+                device=device,
+                backend=backend,
+                pool=pool,
+                ahead=jobs + 1,
+                progress=progress,
+                seals=seals,
+                covered_only=sampled,
             ):
                 break
     show(measured, console, seconds=time.monotonic() - begin)
     if path is not None:
-        given = {"backend": backend, "seed": number, "jobs": jobs, "seconds": round(time.monotonic() - begin, 1)}
+        given = {
+            "backend": backend,
+            "seals": seals,
+            "covered_only": sampled,
+            "seed": number,
+            "jobs": jobs,
+            "seconds": round(time.monotonic() - begin, 1),
+        }
         rows = [{**cell.as_dict(), **facts(device, commit=commit, kind="detection"), **given} for cell in measured]
         path.write_text(json.dumps(rows, indent=2) + "\n")
     raise SystemExit(0 if all(cell.passed for cell in cells) else 1)

@@ -32,6 +32,9 @@ class Place:
 
 
 NOTHING = Reason(0)
+# What HEAD, TAIL and sweeps report of changed bytes; and what a scrub does.
+SAMPLED, SEALED = Reason.K | Reason.V, Reason.SEAL_K | Reason.SEAL_V
+SEALED_AS = {Reason.K: Reason.SEAL_K, Reason.V: Reason.SEAL_V}
 # The slot of each cached position, by row.
 Slots = dict[int, list[int]]
 
@@ -40,9 +43,10 @@ class FaultyEngine(CanaryEngine):
     """A healthy engine into which one fault is injected, and every consequence that the fault has for a canary.
 
     It follows damaged bytes and records from slot to slot by the engine's own books, never by the canary's records:
-    through shared prefixes, forks and compaction, until the slot is written again. `required` holds, of every entry
-    that a forward or a sweep relies on and that the fault has made wrong, the reasons that its report cannot lack;
-    `allowed`, those that it can have. A report that is not in `allowed` blames what is not to blame.
+    through shared prefixes, forks and compaction, until the slot is written again; its seal is there until the slot is
+    freed. `required` holds, of every entry that a forward, a sweep or a scrub relies on and that the fault has made
+    wrong, the reasons that its report cannot lack; `allowed`, those that it can have. A report that is not in `allowed`
+    blames what is not to blame.
 
     All of it is for a canary that verifies every position in every step.
 
@@ -61,7 +65,10 @@ class FaultyEngine(CanaryEngine):
         self.required: dict[Place, Reason] = {}
         self.allowed: dict[Place, Reason] = {}
         self.buffer_groups = {g.name: g for g in self.manager.groups}
-        # By group: slots whose bytes were changed, and slots whose records are of a token that is not theirs.
+        # Whether a forward or a sweep has read changed bytes, which it may not have sampled.
+        self.was_read = False
+        # By group: slots whose bytes were changed and how that can be reported, and slots whose records are of a token
+        # that is not theirs.
         self.bytes: dict[str, dict[int, Reason]] = {name: {} for name in self.buffer_groups}
         self.records: dict[str, set[int]] = {name: set() for name in self.buffer_groups}
         self._noted = 0
@@ -86,6 +93,17 @@ class FaultyEngine(CanaryEngine):
             self._heal(group.name, dst)
             damaged.update(copied)
             wrong.update(wrong_too)
+
+    def retire(self, group: Group, slots: Sequence[int], *, owner: int) -> Iterator[Any]:
+        yield from super().retire(group, slots, owner=owner)
+        damaged = self.bytes[group.name]
+        damaged.update({slot: damaged[slot] & ~SEALED for slot in slots if slot in damaged})
+
+    def scrub(self) -> None:
+        """Sweep, and hold every slot against its seal, between two forwards."""
+        self._sweep()
+        self._scrub(must=True)
+        self.manager.scrub()
 
     def flush(self) -> None:
         super().flush()
@@ -123,6 +141,8 @@ class FaultyEngine(CanaryEngine):
         self._note_damage()
         if config.sweep_every and self.manager.step % config.sweep_every == 0:
             self._sweep()
+        # How far a piece of a scrub has come is a matter of time.
+        self._scrub(must=False)
 
     def _verify(
         self, batch: ForwardBatch, group: BufferGroup, tag: Tag, *, with_bytes: bool, at_tail: bool = False
@@ -147,8 +167,9 @@ class FaultyEngine(CanaryEngine):
                 if slot in wrong:
                     must |= Reason.TOKEN if self.manager.state.token_pool is not None else NOTHING
                     may |= Reason.TOKEN | Reason.CHAIN
+                self.was_read |= slot in damaged
                 if with_bytes and slot in damaged:
-                    must |= damaged[slot]
+                    must |= damaged[slot] & SAMPLED
                 if position > first:
                     before = named[row][position - 1]
                     if before in wrong:
@@ -185,8 +206,19 @@ class FaultyEngine(CanaryEngine):
             tag = self.buffer_groups[part.group].sweep_tag
             columns = (part.slots.tolist(), part.positions.tolist(), part.previous.tolist())
             for slot, position, previous in zip(*columns, strict=True):
-                must = damaged.get(slot, NOTHING) | (Reason.CHAIN if previous in wrong else NOTHING)
+                self.was_read |= slot in damaged
+                must = damaged.get(slot, NOTHING) & SAMPLED | (Reason.CHAIN if previous in wrong else NOTHING)
                 self._note(tag, 0, position, slot, must=must, may=Reason.CHAIN if slot in wrong else NOTHING)
+
+    def _scrub(self, *, must: bool) -> None:
+        """Work out what a scrub finds of the slots that it holds against their seals: all of them, or it may be any."""
+        injection = self.injection
+        if injection is None or injection.position is None:
+            return
+        for name, damaged in self.bytes.items():
+            for slot, how in damaged.items():
+                reasons, tag = how & SEALED, self.buffer_groups[name].sweep_tag
+                self._note(tag, 0, injection.position, slot, must=reasons if must else NOTHING, may=reasons)
 
     def _note(
         self, tag: Tag, row: int, position: int, slot: int, *, must: Reason = NOTHING, may: Reason = NOTHING
@@ -202,8 +234,11 @@ class FaultyEngine(CanaryEngine):
         """Take in the bytes that were flipped since the last look."""
         injections = [] if self.manager.perturber is None else self.manager.perturber.injections
         for injection in injections[self._noted :]:
-            if injection.reasons & (Reason.K | Reason.V):
-                self.bytes[injection.group].update(dict.fromkeys(injection.slots, injection.reasons))
+            if injection.position is not None:
+                how = injection.reasons
+                if injection.sampled and self.buffer_groups[injection.group].pool.seals is not None:
+                    how |= SEALED_AS[how]
+                self.bytes[injection.group].update(dict.fromkeys(injection.slots, how))
         self._noted = len(injections)
 
     def _heal(self, group: str, slots: Sequence[int]) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kv_canary.commands.evidence import KINDS, RESULTS, ROOT, Result, load, results
+from kv_canary.perturb_settings import BYTE_MODES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -260,25 +261,36 @@ def _soak(found: Results, _: Sequence[str]) -> str:
 
 def _detection(found: Results, _: Sequence[str]) -> str:
     rows, names = [], [name for name in KINDS["detection"].files if name in found]
-    for name in names:
-        for row in load(name):
-            rows.append(
-                [
-                    row["device"],
-                    row["mode"],
-                    row["group"],
-                    row["stride"],
-                    f"{row['found']} of {row['runs']}",
-                    row["blamed_wrongly"],
-                    row["median_steps_late"],
-                    row["most_steps_late"],
-                ]
-            )
+    measured = [row for name in names for row in load(name)]
+    for row in measured:
+        # Rows of before there were seals have sampled bytes only.
+        flipped = "sampled" if row.get("covered_only", True) else "any"
+        rows.append(
+            [
+                row["device"],
+                row["mode"],
+                row["group"],
+                row["stride"],
+                flipped if row["mode"] in BYTE_MODES else "",
+                f"{row['found']} of {row['runs']}",
+                row.get("found_by_seals", 0),
+                row["blamed_wrongly"],
+                row["median_steps_late"],
+                row["most_steps_late"],
+                *("-" if n is None else n for n in map(row.get, ("median_steps_to_seals", "most_steps_to_seals"))),
+            ]
+        )
     text = (
-        "One fault an engine. Bits are flipped in bytes that the position's sample covers "
-        "(see [what is sampled](what-is-compared.md)); a bit elsewhere is not in this table, and is not found by it."
+        "One fault an engine. *Bytes*: a bit was flipped in one that the position's sample covers (see "
+        "[what is sampled](what-is-compared.md)), or in any byte of any layer. What is not sampled is found by a scrub "
+        "of the seals alone, which comes after every fifth action of the engine; what was freed or written anew by "
+        "then is not found. *Steps late* are counted from the first in which the fault could be seen, *to seals* from "
+        "the damage to the scrub that found it."
     )
-    head = ["device", "fault", "group", "stride", "found", "wrongly blamed", "median steps late", "most"]
+    if not any("found_by_seals" in row for row in measured):
+        text += " In these rows all bytes that were flipped are sampled, and nothing was sealed."
+    head = ["device", "fault", "group", "stride", "bytes", "found", "by seals", "wrongly blamed"]
+    head += ["median steps late", "most", "median steps to seals", "most to seals"]
     return f"{text}\n\n{_table(head, rows)}\n\n{_source(found, *names)}"
 
 

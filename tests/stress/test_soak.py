@@ -260,7 +260,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("one_process")
 def test_a_campaign_that_finds_something_wrong_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perturber_module, "bytes_of", lambda *where: bytes_of(*where).clone())
-    result = invoke(detection.main, "--runs", "1", "--mode", "real_kv_used", "--group", "SWA")
+    result = invoke(detection.main, "--runs", "1", "--mode", "real_kv_used", "--group", "SWA", "--sampled")
     assert (result.exit_code, "FAIL" in result.output, "not found" in result.output) == (1, True, True)
     monkeypatch.setenv("KV_CANARY_PERTURB_MODE", "req_to_token")
     result = invoke(soak.main, "--engine-steps", "100", "--forwards", "0")
@@ -322,12 +322,48 @@ def test_faults_are_found_and_nothing_else_is_blamed(mode: str, group: str) -> N
             break
     relied_on = [r for r in runs if r.relied_on]
     assert len(relied_on) >= 2
-    assert all(r.found and r.steps_late == 0 for r in relied_on)
+    # A byte that is not sampled may be gone before a scrub comes; all else is found at once.
+    assert all(r.found != r.out_of_sight and r.steps_late == 0 for r in relied_on)
+    assert not any(r.out_of_sight and r.sampled for r in relied_on)
     assert [(r.blamed_wrongly, r.silent, r.error) for r in runs] == [((), (), "")] * len(runs)
     assert not any(r.reports for r in runs if not r.relied_on)
 
 
-def faulty_engine(mode: str, *, count: int = 1, **options: Any) -> tuple[FaultyEngine, np.random.Generator]:
+def test_what_is_not_sampled_is_found_by_seals_and_without_them_missed() -> None:
+    """The same lives with and without seals: what changes is who finds the bytes that are not sampled."""
+    lives: dict[str, list[detection.Run]] = {"layer": [], "off": []}
+    for number in range(20):
+        for seals, runs in lives.items():
+            task = detection.Task(
+                mode="real_kv_used",
+                group="SWA",
+                number=number,
+                stride=1,
+                device="cpu",
+                backend="reference",
+                seals=seals,
+            )
+            runs += detection.run(task)
+        if sum(r.found_by_seal for r in lives["layer"]) >= 3:
+            break
+    sealed, bare = lives["layer"], lives["off"]
+    assert [r.whose for r in sealed] == [r.whose for r in bare]
+    assert [(r.blamed_wrongly, r.silent, r.error) for r in (*sealed, *bare)] == [((), (), "")] * 2 * len(sealed)
+    assert sum(r.found_by_seal for r in sealed) >= 3
+    assert not any(r.found_by_seal for r in bare)
+    for with_seals, without in zip(sealed, bare, strict=True):
+        if not with_seals.sampled:
+            assert with_seals.found == with_seals.found_by_seal
+            assert not without.found
+            assert without.reports == 0
+    for one in sealed:
+        if one.found_by_seal:
+            assert 0 <= one.steps_after <= detection.AFTERMATH
+
+
+def faulty_engine(
+    mode: str, *, count: int = 1, covered_only: bool = True, seed: int = 1, **options: Any
+) -> tuple[FaultyEngine, np.random.Generator]:
     """Return an engine of full attention into which the fault has just been injected."""
     config = next(
         c
@@ -337,7 +373,8 @@ def faulty_engine(mode: str, *, count: int = 1, **options: Any) -> tuple[FaultyE
     )
     config = dataclasses.replace(config, token_oracle=True)
     canary = CanaryConfig(backend="reference", max_reports_per_step=4096, ring_capacity=4096, **options)
-    engine = FaultyEngine(config, canary=canary, perturb=PerturbConfig(mode=mode, warm_up=2, count=count, seed=1))
+    perturb = PerturbConfig(mode=mode, warm_up=2, count=count, covered_only=covered_only, seed=seed)
+    engine = FaultyEngine(config, canary=canary, perturb=perturb)
     rng = np.random.default_rng(1)
     for action in opening(rng, longest=config.max_len):
         engine.run(action)
@@ -372,6 +409,29 @@ def test_the_witness_notices_a_report_that_is_missing_and_one_that_is_not_explai
         for wrong in (other_slot, other_reason):
             engine.reports = [*reports, wrong]
             assert unexplained(engine) == [wrong]
+
+
+def test_the_witness_knows_what_a_scrub_must_find() -> None:
+    for seed in range(10):
+        engine, _ = faulty_engine("real_kv_used", covered_only=False, seed=seed, seals="layer", read_bytes=1)
+        if not engine.injection.sampled:
+            break
+    [slot] = engine.injection.slots
+    assert engine.required == {}
+    assert engine.was_read
+    engine.scrub()
+    assert (unexplained(engine), unreported(engine)) == ([], [])
+    places = [place for place in engine.required if place.slot == slot]
+    assert [(p.tag, p.position) for p in places] == [("SWEEP_FULL", engine.injection.position)]
+    assert {r.slot for r in engine.reports} == {slot}
+    engine.reports.clear()
+    assert unreported(engine) == places
+    # A slot that is freed has no seal any more: nothing must be found of its bytes, and nothing is.
+    engine.required.clear()
+    list(engine.retire(engine.groups[0], [slot], owner=1))
+    engine.scrub()
+    assert engine.required == {}
+    assert {r.reasons for r in engine.reports} <= {("FREED",)}
 
 
 def test_swapped_entries_are_followed_into_another_group_where_they_have_no_slot() -> None:
@@ -416,7 +476,15 @@ def test_damage_that_was_not_injected_is_blamed_wrongly() -> None:
 def test_a_fault_that_was_not_really_injected_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perturber_module, "bytes_of", lambda *where: bytes_of(*where).clone())
     runs = detection.run(
-        detection.Task(mode="real_kv_used", group="FULL", number=1, stride=1, device="cpu", backend="reference")
+        detection.Task(
+            mode="real_kv_used",
+            group="FULL",
+            number=1,
+            stride=1,
+            device="cpu",
+            backend="reference",
+            covered_only=True,
+        )
     )
     relied_on = [r for r in runs if r.relied_on]
     assert relied_on
@@ -490,6 +558,25 @@ def test_runs_of_no_use_are_told_apart() -> None:
     }
     assert (row["median_steps_late"], row["most_steps_late"]) == (0.5, 1)
     assert (row["median_steps_after_injection"], row["most_steps_after_injection"]) == (2, 3)
+    assert cell.passed
+
+
+def test_what_nothing_could_see_is_missed_and_no_failure() -> None:
+    cell = detection.Cell(mode="real_kv_used", group="FULL", stride=1, wanted=3)
+    unsampled = {"injected": True, "relied_on": True, "sampled": False}
+    cell.add(detection.Run(whose="gone", out_of_sight=True, **unsampled))
+    cell.add(detection.Run(whose="scrubbed", found=True, found_by_seal=True, steps_after=7, **unsampled))
+    cell.add(detection.Run(whose="sampled", injected=True, relied_on=True, found=True, steps_after=1))
+    row = cell.as_dict()
+    assert {k: row[k] for k in ("runs", "sampled", "found", "found_by_seals", "out_of_sight")} == {
+        "runs": 3,
+        "sampled": 1,
+        "found": 2,
+        "found_by_seals": 1,
+        "out_of_sight": 1,
+    }
+    assert (row["median_steps_to_seals"], row["most_steps_to_seals"]) == (7, 7)
+    assert (row["median_steps_after_injection"], row["most_steps_after_injection"]) == (4, 7)
     assert cell.passed
 
 
