@@ -3,7 +3,8 @@
 A fault waits for a moment at which it can happen (a request with enough cached, another one beside it), is planted
 right before a forward, and must be found by that very forward, at the slots it was planted in.
 
-Flipped bits are what `KV_CANARY_PERTURB_MODE=real_kv_used` injects into any engine. The others need more than the
+Flipped bits are what `KV_CANARY_PERTURB_MODE=real_kv_used` injects into any engine, here into bytes that are sampled,
+which HEAD must find; `random_bits` has those that flip anywhere. The others need more than the
 canary knows: they are done to the engine's own block tables, allocator and inputs.
 """
 
@@ -318,25 +319,25 @@ MOVED = Reason.TOKEN | Reason.POSITION | Reason.CHAIN
 FAULTS: tuple[Fault, ...] = (
     Fault(
         name="k-first-layer",
-        doc="a bit of K flips in a slot in use, in the first layer",
+        doc="a sampled bit of K flips in a slot in use, in the first layer",
         expected=Reason.K,
         perturb=_flip("K", last_layer=False),
     ),
     Fault(
         name="k-last-layer",
-        doc="a bit of K flips in a slot in use, in the last layer",
+        doc="a sampled bit of K flips in a slot in use, in the last layer",
         expected=Reason.K,
         perturb=_flip("K", last_layer=True),
     ),
     Fault(
         name="v-first-layer",
-        doc="a bit of V flips in a slot in use, in the first layer",
+        doc="a sampled bit of V flips in a slot in use, in the first layer",
         expected=Reason.V,
         perturb=_flip("V", last_layer=False),
     ),
     Fault(
         name="v-last-layer",
-        doc="a bit of V flips in a slot in use, in the last layer",
+        doc="a sampled bit of V flips in a slot in use, in the last layer",
         expected=Reason.V,
         perturb=_flip("V", last_layer=True),
     ),

@@ -17,8 +17,12 @@ from kv_canary.backends import select_backend
 from kv_canary.config import CanaryConfig
 from kv_canary.demo.faults import FAULTS, Fault, Planter
 from kv_canary.demo.models import MODELS, tiny_model
+from kv_canary.demo.random_bits import RandomBits, flip_bits
 from kv_canary.demo.serving import SHAPES, Served, serve
 from kv_canary.demo.traffic import Conversation
+
+# Layers of the models in which bits flip at random: the small one's, and a deep one's.
+DEPTHS = (4, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +43,20 @@ class FaultResult:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """The whole demo: its clean runs and its planted faults."""
+    """The whole demo: its clean runs, its planted faults, and the lives in which bits flip at random."""
 
     engine: str
     backend: str
     device: str
     clean: dict[str, Any]
     faults: list[FaultResult]
+    random_bits: list[RandomBits]
 
     @property
     def passed(self) -> bool:
-        """Whether the clean runs were silent and every fault was found."""
+        """Whether the clean runs were silent and every fault was found, random bits by who can see them."""
         silent = self.clean["violations"] == 0 and self.clean["positions_verified"] > 0
-        return silent and all(f.found for f in self.faults)
+        return silent and all(f.found for f in self.faults) and all(b.passed for b in self.random_bits)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as JSON-ready values."""
@@ -67,8 +72,9 @@ def run_demo(
     console: Console,
     models: Sequence[str] = MODELS,
     faults: Sequence[Fault] = FAULTS,
+    depths: Sequence[int] = DEPTHS,
 ) -> DemoResult:
-    """Serve `conversations` on every model, first healthy, then once per fault, and show progress and results.
+    """Serve `conversations` on every model, healthy, once per fault and with random bits, and show what came of it.
 
     Args:
         conversations: the traffic of every run.
@@ -78,6 +84,7 @@ def run_demo(
         console: where to show it.
         models: names of tiny models.
         faults: the faults to plant.
+        depths: layers of the models in which bits flip at random.
     """
     # Violations are what the demo is about: it shows them itself.
     logger = logging.getLogger("kv_canary")
@@ -86,6 +93,7 @@ def run_demo(
     turns = sum(len(c.turns) for c in conversations)
     clean: dict[str, Served] = {}
     results: list[FaultResult] = []
+    flipped: list[RandomBits] = []
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=console) as progress:
@@ -101,6 +109,12 @@ def run_demo(
                 for fault in faults:
                     results.append(_plant(fault, name, model, conversations, config=config, seed=seed))
                     progress.advance(task)
+            task = progress.add_task("random bits (models)", total=len(depths))
+            for layers in depths:
+                shape = {**SHAPES["llama"], "num_hidden_layers": layers}
+                model = tiny_model("llama", device=device, seed=seed, **shape)
+                flipped.append(flip_bits(model, "llama", conversations, config=config, seed=seed))
+                progress.advance(task)
     finally:
         logger.setLevel(level)
     totals = {
@@ -113,6 +127,7 @@ def run_demo(
         device=torch.cuda.get_device_name() if device == "cuda" else device,
         clean=totals,
         faults=results,
+        random_bits=flipped,
     )
     _show(result, clean, console)
     return result
@@ -176,6 +191,21 @@ def _show(result: DemoResult, clean: dict[str, Served], console: Console) -> Non
     if example:
         console.print(f"A report in full: {example}", highlight=False)
 
+    if result.random_bits:
+        table = Table(title="Bits flipped in any byte of any layer; a scrub of the seals follows each forward")
+        counted = ("layers", "flipped", "sampled", "found by sample", "found by seals", "gone first", "steps to seals")
+        for column in ("model", *counted):
+            table.add_column(column, justify="left" if column == "model" else "right")
+        for b in result.random_bits:
+            counts = (b.layers, b.flipped, b.sampled, b.found_by_sample, b.found_by_seals, b.gone)
+            steps = (
+                "-" if b.most_steps_to_seals is None else f"{b.median_steps_to_seals:g} (to {b.most_steps_to_seals})"
+            )
+            table.add_row(b.model, *map(str, counts), steps)
+        console.print(table)
+        for b in (b for b in result.random_bits if not b.passed):
+            console.print(f"[bold red]wrong[/] {b.layers} layers: {b}", highlight=False)
+
     num_found = sum(f.found for f in result.faults)
     silent = "silent" if not result.clean["violations"] else f"{result.clean['violations']} FALSE ALARMS"
     verdict = "[bold green]PASS" if result.passed else "[bold red]FAIL"
@@ -183,3 +213,8 @@ def _show(result: DemoResult, clean: dict[str, Served], console: Console) -> Non
         f"{verdict}[/]: healthy runs {silent} over {result.clean['forwards']:,} forwards and "
         f"{result.clean['positions_verified']:,} verified positions; {num_found} of {len(result.faults)} faults found."
     )
+    bits = sum(b.flipped for b in result.random_bits)
+    if bits:
+        sampled = sum(b.found_by_sample for b in result.random_bits)
+        sealed = sum(b.found_by_seals for b in result.random_bits)
+        console.print(f"Of {bits} random bits sampling found {sampled}, seals (seals='layer') {sealed}.")

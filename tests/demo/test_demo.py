@@ -13,7 +13,10 @@ from rich.console import Console
 from kv_canary.cli import main
 from kv_canary.config import CanaryConfig
 from kv_canary.demo.faults import FAULTS
+from kv_canary.demo.models import tiny_model
+from kv_canary.demo.random_bits import BITS, RandomBits, flip_bits
 from kv_canary.demo.run import run_demo
+from kv_canary.demo.serving import SHAPES
 from kv_canary.demo.traffic import conversations, python_text, trace_conversations
 
 
@@ -30,6 +33,53 @@ def test_the_demo_passes_and_writes_its_facts(tmp_path: Path) -> None:
         (f.name, model) for model in ("llama", "gemma3") for f in FAULTS
     ]
     assert all(f["found"] and f["steps_late"] == 0 and f["reasons"] and f["tag"] for f in data["faults"])
+    assert [b["layers"] for b in data["random_bits"]] == [4, 32]
+    for bits in data["random_bits"]:
+        assert 10 < bits["flipped"] <= BITS
+        assert bits["found_by_seals"] + bits["gone"] == bits["flipped"]
+        assert bits["found_by_seals"] > bits["flipped"] / 2
+        assert bits["found_by_sample"] == bits["sampled"]
+        # 16 of 128 bytes, of one layer: one in 32, and one in 256.
+        assert bits["sampled"] < bits["flipped"] / 4
+        assert bits["most_steps_to_seals"] <= 1
+        assert bits["false_alarms"] == 0
+
+
+def test_random_bits_that_are_missed_or_reported_elsewhere_fail_the_demo() -> None:
+    good = RandomBits(
+        model="llama",
+        layers=4,
+        flipped=10,
+        sampled=2,
+        found_by_sample=2,
+        found_by_seals=9,
+        gone=1,
+        median_steps_to_seals=0,
+        most_steps_to_seals=1,
+        false_alarms=0,
+    )
+    assert good.passed
+    for change in ({"found_by_seals": 8}, {"found_by_sample": 1}, {"false_alarms": 1}, {"flipped": 0, "gone": -9}):
+        assert not dataclasses.replace(good, **change).passed
+
+
+def test_seals_that_are_not_verified_find_no_random_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_canary.runtime.seals.Scrub.all", lambda self: None)
+    talks = conversations(python_text(), count=8, turns=1, new_tokens=24, longest=96)
+    config = CanaryConfig(scrub_share=0)
+    model = tiny_model("llama", **{**SHAPES["llama"], "num_hidden_layers": 2})
+    bits = flip_bits(model, "llama", talks, config=config, seed=0)
+    assert bits.found_by_seals < bits.flipped / 2
+    assert not bits.passed
+
+
+def test_bits_that_happen_to_be_sampled_are_found_by_both() -> None:
+    talks = conversations(python_text(), count=8, turns=1, new_tokens=24, longest=96)
+    model = tiny_model("llama", **{**SHAPES["llama"], "num_hidden_layers": 2})
+    # 64 of 128 bytes, of one layer of two.
+    bits = flip_bits(model, "llama", talks, config=CanaryConfig(read_bytes=64), seed=0)
+    assert bits.passed
+    assert 2 <= bits.sampled == bits.found_by_sample < bits.flipped / 2
 
 
 def test_a_fault_that_does_nothing_is_not_found_and_fails_the_demo() -> None:
@@ -42,6 +92,7 @@ def test_a_fault_that_does_nothing_is_not_found_and_fails_the_demo() -> None:
         console=Console(quiet=True),
         models=["llama"],
         faults=[harmless],
+        depths=(),
     )
     assert result.clean["violations"] == 0
     assert [f.found for f in result.faults] == [False]
