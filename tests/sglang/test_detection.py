@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kv_canary.commands.evidence_pages import fill
-from kv_canary.difftest.stress.sglang.detection import KNOWN, campaign, objections
+from kv_canary.difftest.stress.sglang.detection import KNOWN, _covered, campaign, objections
 from kv_canary.difftest.stress.sglang.faults import FAULTS
-from kv_canary.difftest.stress.sglang.lives import COLUMNS
+from kv_canary.difftest.stress.sglang.lives import COLUMNS, SWEEP_EVERY, Seen
 from kv_canary.difftest.stress.sglang.page import page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,6 +79,35 @@ def test_the_builtin_canary_reads_the_first_layer_only():
     wanted = [f"stretch, K of the {layer} layer, in use" for layer in ("first", "last")]
     rows = campaign([f for f in FAULTS if f.name in wanted], [0], columns=[COLUMN["builtin"]])
     assert [(r["builtin"], r["output_wrong"]) for r in rows] == [(True, True), (False, True)]
+
+
+@pytest.mark.long
+def test_a_byte_anywhere_is_found_by_seals():
+    """Found by a scrub, in time and whether it is sampled or not; and without a scrub the judge objects."""
+    anywhere = [f for f in FAULTS if f.name == "one byte, anywhere, in use"]
+    rows = campaign(anywhere, range(4), columns=[COLUMN["ours"], COLUMN["ours_sealed"]])
+    assert len({r["where"].split(",")[0] for r in rows}) > 1
+    assert all(r["ours_sealed"] and r["ours_sealed_steps_late"] <= SWEEP_EVERY for r in rows)
+    assert not all(r["ours"] for r in rows)
+    assert [text for row in rows for text in objections(row)] == []
+    assert list(objections({**rows[0], "ours_sealed": False})) == ["ours_sealed: not found"]
+
+
+def test_a_byte_is_covered_by_the_layer_that_changed_and_by_any_seal():
+    [fault] = [f for f in FAULTS if f.name == "one byte, anywhere, cached"]
+    # Position 4 is sampled in layer 1 of 3, in its second window.
+    covered = {
+        (layer, byte): [
+            _covered(fault, Seen(outputs={}, position=4, byte=byte, layer=layer), COLUMN[name])
+            for name in ("ours", "ours_whole_rows", "ours_sealed")
+        ]
+        for layer, byte in ((0, 20), (1, 20), (1, 90))
+    }
+    assert covered == {
+        (0, 20): [False, False, True],
+        (1, 20): [True, True, True],
+        (1, 90): [False, True, True],
+    }
 
 
 @pytest.mark.parametrize(

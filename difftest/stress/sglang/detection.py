@@ -119,21 +119,21 @@ def _row(
         row[f"{name}_report"] = one.report
         row[f"{name}_error"] = one.error
         if column.read_bytes is not None:
-            row[f"{name}_covered"] = _covered(fault, faulty, column.read_bytes)
+            row[f"{name}_covered"] = _covered(fault, faulty, column)
             row[f"{name}_output_changed"] = one.outputs != faulty.outputs
     return row
 
 
-def _covered(fault: Fault, faulty: Seen, read_bytes: int) -> bool:
-    """Return whether the fault leaves a mark that kv-canary's records have to show."""
+def _covered(fault: Fault, faulty: Seen, column: Column) -> bool:
+    """Return whether the fault leaves a mark that kv-canary's records or seals have to show."""
     if fault.act is None:
         return False
-    if faulty.position is None or faulty.byte is None:
+    if faulty.position is None or faulty.byte is None or column.sealed:
         return True
-    layer = torch.empty(1, BYTES_PER_TOKEN, dtype=torch.uint8)
+    layer, read_bytes = torch.empty(1, BYTES_PER_TOKEN, dtype=torch.uint8), column.read_bytes or 1
     source = KvSource(layers=(layer,) * LAYERS, page_size=1, bytes_per_token=BYTES_PER_TOKEN, read_bytes=read_bytes)
     at, start, end = source.coverage(faulty.position)
-    return at == fault.layer and start <= faulty.byte < end
+    return at == faulty.layer and start <= faulty.byte < end
 
 
 def show(rows: Sequence[dict[str, Any]], console: Console, *, seconds: float) -> None:
@@ -160,13 +160,15 @@ def main(seeds: int, names: tuple[str, ...], path: Path | None, written: Path | 
     """Bring the same faults into the same running SGLang, before kv-canary and before SGLang's own canary.
 
     A real scheduler of SGLang on the CPU, with a tiny model, serves seeded traffic: as it is, with the fault, and with
-    the fault before each of four canaries: kv-canary as it comes and with whole rows fingerprinted, SGLang's own as an
-    operator turns it on, and with everything turned on that it has. All sweep the prefix cache equally often.
+    the fault before each of five canaries: kv-canary as it comes, with whole rows fingerprinted, and with seals;
+    SGLang's own as an operator turns it on, and with everything on that it has. All sweep the prefix cache
+    equally often.
 
     \b
     text wrong          lives in which some request generated other tokens than without the fault
     2 of 5 (1 step)     reported in two lives of five, one step after the first that ran with the fault
-    one byte            a byte at random, which kv-canary's fingerprints cover or not: found if and only if they do
+    one byte            a byte at random, which kv-canary's fingerprints cover or not: found if and only if they do,
+                        and always by a scrub of its seals
 
     \b
     Exit codes: 0 kv-canary found all that it covers, and was silent in healthy lives; 1 it did not; 2 misuse.

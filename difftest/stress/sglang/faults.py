@@ -56,12 +56,13 @@ class Act:
 
     Args:
         where: in words.
-        position, byte: of a single changed byte.
+        position, byte, layer: of a single changed byte.
     """
 
     where: str
     position: int | None = None
     byte: int | None = None
+    layer: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ class Fault:
             decoding while a long request comes that takes all free slots and more ("newcomer").
         act: does it; None: nothing goes wrong.
         page_size: the engine's.
-        layer, half: whose bytes change, where it is one.
+        layer, half: whose bytes change, where the fault says.
     """
 
     name: str
@@ -236,12 +237,26 @@ def _stretch(half: Half, layer: int) -> Callable[[Scene], Act]:
 
 def _one_byte(half: Half, layer: int) -> Callable[[Scene], Act]:
     def act(scene: Scene) -> Act:
-        position, byte = scene.rng.randrange(PROMPT), scene.rng.randrange(BYTES_PER_TOKEN)
-        rows = _buffer(scene, half, layer).view(torch.uint8).view(-1, BYTES_PER_TOKEN)
-        rows[scene.slots[position], byte] ^= 0xFF
-        return Act(where=f"position {position}, byte {byte}", position=position, byte=byte)
+        position, byte = _change(scene, half, layer)
+        return Act(where=f"position {position}, byte {byte}", position=position, byte=byte, layer=layer)
 
     return act
+
+
+def _any_byte(scene: Scene) -> Act:
+    halves: tuple[Half, ...] = ("K", "V")
+    half, layer = scene.rng.choice(halves), scene.rng.randrange(LAYERS)
+    position, byte = _change(scene, half, layer)
+    where = f"{half} of layer {layer}, position {position}, byte {byte}"
+    return Act(where=where, position=position, byte=byte, layer=layer)
+
+
+def _change(scene: Scene, half: Half, layer: int) -> tuple[int, int]:
+    """Change a random byte of a random position, and return position and byte."""
+    position, byte = scene.rng.randrange(PROMPT), scene.rng.randrange(BYTES_PER_TOKEN)
+    rows = _buffer(scene, half, layer).view(torch.uint8).view(-1, BYTES_PER_TOKEN)
+    rows[scene.slots[position], byte] ^= 0xFF
+    return position, byte
 
 
 def _zero_page(scene: Scene) -> Act:
@@ -330,6 +345,18 @@ HEALTHY = {
 FAULTS = (
     *_bytes("in use"),
     *_bytes("cached"),
+    Fault(
+        name="one byte, anywhere, in use",
+        doc="K or V of any layer changes in one byte of one position of a request that is decoding",
+        script="in use",
+        act=_any_byte,
+    ),
+    Fault(
+        name="one byte, anywhere, cached",
+        doc="K or V of any layer changes in one byte of one position of an idle prefix in the cache",
+        script="cached",
+        act=_any_byte,
+    ),
     Fault(
         name="page zeroed, in use",
         doc=f"K and V of a page of {PAGE} are zeroed in all layers, of a request that is decoding",

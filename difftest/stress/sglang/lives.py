@@ -42,6 +42,7 @@ class Column:
         environment: variables that are set before the engine is built.
         arguments: of SGLang's `ServerArgs`.
         read_bytes: of kv-canary's fingerprints; None: another canary, or none.
+        sealed: whether it keeps seals, which are scrubbed after every `SWEEP_EVERY` steps.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Column:
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
     read_bytes: int | None = None
+    sealed: bool = False
 
     @property
     def builtin(self) -> bool:
@@ -74,6 +76,13 @@ COLUMNS = (
         doc=f"the same with `KV_CANARY_READ_BYTES={BYTES_PER_TOKEN}`, all bytes of a layer",
         environment={**_OURS, "KV_CANARY_READ_BYTES": str(BYTES_PER_TOKEN)},
         read_bytes=BYTES_PER_TOKEN,
+    ),
+    Column(
+        name="ours_sealed",
+        doc=f"the same with `KV_CANARY_SEALS=layer`, and a scrub of all slots every {SWEEP_EVERY} steps",
+        environment={**_OURS, "KV_CANARY_SEALS": "layer"},
+        read_bytes=CanaryConfig().read_bytes,
+        sealed=True,
     ),
     Column(
         name="builtin",
@@ -102,7 +111,7 @@ class Seen:
 
     Args:
         outputs: the tokens that each request generated.
-        where, position, byte: what the fault did.
+        where, position, byte, layer: what the fault did.
         report: the first report, in words; empty if there was none.
         reasons: of the first report, in its canary's words.
         steps_late: steps from the first that ran with the fault to the one in which the report came.
@@ -113,6 +122,7 @@ class Seen:
     where: str = ""
     position: int | None = None
     byte: int | None = None
+    layer: int | None = None
     report: str = ""
     reasons: str = ""
     steps_late: int | None = None
@@ -221,6 +231,8 @@ def _live(column: Column, scheduler: Any, fault: Fault, task: Task) -> Seen:
     reported_at: list[int] = []
 
     def see(step: int) -> None:
+        if column.sealed and manager is not None and step % SWEEP_EVERY == SWEEP_EVERY - 1:
+            manager.scrub()
         if manager is not None and manager.reports and not reported_at:
             reported_at.append(step)
 
@@ -245,6 +257,7 @@ def _live(column: Column, scheduler: Any, fault: Fault, task: Task) -> Seen:
         where=life.act.where if life.act else "",
         position=life.act.position if life.act else None,
         byte=life.act.byte if life.act else None,
+        layer=life.act.layer if life.act else None,
         report=report,
         reasons=reasons,
         steps_late=reported_at[0] - life.acted_at if report else None,

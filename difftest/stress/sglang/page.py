@@ -49,7 +49,8 @@ The same traffic without a fault. A report here is a false alarm.
 
 One random byte of one random position, of {bytes} bytes in {layers} layers: too little for a fingerprint of some of
 the bytes to see for certain. kv-canary covers such a byte with probability 1 in {odds} as it comes, and 1 in {layers}
-with whole rows; it has to report the change if and only if it covers it (in brackets).
+with whole rows; it has to report the change if and only if it covers it (in brackets). Seals are of every byte: their
+scrub comes every {sweep} steps, and its report with it.
 
 {one_byte}
 ## What the reports say
@@ -102,6 +103,7 @@ def _title(column: str) -> str:
     return {
         "ours": "kv-canary",
         "ours_whole_rows": "kv-canary, whole rows",
+        "ours_sealed": "kv-canary, seals",
         "builtin": "SGLang's own",
         "builtin_everything": "SGLang's own, everything on",
     }[column]
