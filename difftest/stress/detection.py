@@ -169,6 +169,9 @@ def _canary(task: Task, rng: np.random.Generator) -> CanaryConfig:
         draw_canary(rng, task.backend),
         stride=task.stride,
         seals=task.seals,  # type: ignore[arg-type]
+        # Scrubs alone hold against them, so that it is known when: `stress seals` has the other moments.
+        admission=False,
+        completion=False,
         sweep_every=int(rng.choice(sweeps)),
         quarantine=False,
         track_lifetime=True,

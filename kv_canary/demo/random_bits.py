@@ -36,9 +36,9 @@ class RandomBits:
         flipped: bits that flipped and that a scrub came after, of slots in which one alone did.
         sampled: those of them in bytes that are sampled.
         found_by_sample: those that HEAD reported, in the forward that read them.
-        found_by_seals: those that a scrub reported.
+        found_by_seals: those that were reported by a scrub, an admission or a completion.
         gone: those that were freed or written anew before a scrub came, and that nothing reported.
-        median_steps_to_seals, most_steps_to_seals: steps from the damage to the scrub's report; None without one.
+        median_steps_to_seals, most_steps_to_seals: steps from the damage to that report; None without one.
         false_alarms: reports of slots in which nothing flipped.
     """
 

@@ -66,7 +66,7 @@ def test_random_bits_that_are_missed_or_reported_elsewhere_fail_the_demo() -> No
 def test_seals_that_are_not_verified_find_no_random_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_canary.runtime.seals.Scrub.all", lambda self: None)
     talks = conversations(python_text(), count=8, turns=1, new_tokens=24, longest=96)
-    config = CanaryConfig(scrub_share=0)
+    config = CanaryConfig(scrub_share=0, admission=False, completion=False)
     model = tiny_model("llama", **{**SHAPES["llama"], "num_hidden_layers": 2})
     bits = flip_bits(model, "llama", talks, config=config, seed=0)
     assert bits.found_by_seals < bits.flipped / 2
