@@ -111,11 +111,11 @@ class CanaryEngine(Engine):
     def complete(self, request: Request) -> None:
         """Have all that a request rests on held against its seals, which goes away now or is put off."""
         if self.manager.completes:
-            slots = {str(group.name): torch.tensor(self.slots_of(group, request)) for group in self.groups}
+            slots = {str(group.name): torch.tensor(self.slots_held(group, request)) for group in self.groups}
             self.manager.complete(request.name, slots)
         self.manager.row_ended(request.row)
 
-    def slots_of(self, group: Group, request: Request) -> list[int]:
+    def slots_held(self, group: Group, request: Request) -> list[int]:
         """Return the slots of a group that hold positions of a request which may still be read."""
         if isinstance(group, RingGroup):
             return group.ring_slots(request)

@@ -201,7 +201,7 @@ def _damage(engine: CanaryEngine, case: Case, rng: np.random.Generator) -> Damag
     live = [slot for slot, writer in enumerate(writers) if slot and writer > 0]
     if case.name == DRAFTER:
         request = max(engine.running, key=lambda request: request.cached, default=None)
-        live = [] if request is None else engine.slots_of(group, request)[:STRETCH]
+        live = [] if request is None else engine.slots_held(group, request)[:STRETCH]
     if not live:
         return None
     sources = {"K": group.config.k_source, "V": group.config.v_source}

@@ -14,7 +14,7 @@ from kv_canary.difftest.simulator import Call, EngineConfig, Request
 from kv_canary.difftest.simulator.groups import Group
 from kv_canary.difftest.simulator.prefix_cache import PrefixCache
 
-from .harness import Scenario, model_scenario
+from .harness import NOTHING, Scenario, model_scenario
 from .served import CANARY, ServedEngine, full, kv_source, name_of
 from .toy_model import Layers, Span, run_model
 
@@ -191,6 +191,45 @@ class SkipsDraft(SpeculatingEngine):
             self.acted({"draft": self.pages.slots(never)}, [request])
 
 
+class WritesDummies(ServedEngine):
+    """The draft model is one more layer of the target's blocks, and its dummy steps write to cached slots of it."""
+
+    def finish(self, request: Request, *, keep: bool = True) -> Iterator[Call]:
+        pages = list(request.pages)
+        yield from super().finish(request, keep=keep)
+        [group] = self.groups
+        slots = group.page_slots(pages)[:3]
+        self.acted({"full": slots})
+        for source in group.sources:
+            source.layers[-1][slots] = 0x5A
+
+
+def many_layers() -> EngineConfig:
+    """Return an engine of eight layers, of each of which every eighth position is sampled."""
+    config = full()
+    slots = config.groups[0].num_slots
+    source = [kv_source(slots, layers=8) for _ in range(2)]
+    return replace(config, groups=(replace(config.groups[0], k_source=source[0], v_source=source[1]),))
+
+
+def hit_for_long(engine: ServedEngine) -> None:
+    _hit(engine, fresh=3, steps=2)
+
+
+def hit_for_one_token(engine: ServedEngine) -> None:
+    _hit(engine, fresh=1, steps=0)
+
+
+def _hit(engine: ServedEngine, *, fresh: int, steps: int) -> None:
+    first = engine.come(shared=12)
+    engine.prefill(first)
+    engine.decode(first, steps=2)
+    engine.leave(first)
+    again = engine.come(shared=12, fresh=fresh)
+    engine.prefill(again)
+    engine.decode(again, steps=steps)
+
+
 def speculate(engine: SpeculatingEngine) -> None:
     requests = [engine.come(fresh=9), engine.come(fresh=6)]
     engine.prefill(*requests)
@@ -219,6 +258,8 @@ def hit_without_draft(engine: SpeculatingEngine) -> None:
 
 
 SPECULATING = "speculation, a draft pool of its own"
+ONE_POOL = "speculation, the draft model is one more layer of eight"
+SEALED = replace(CANARY, seals="layer")
 
 SCENARIOS: tuple[Scenario, ...] = (
     model_scenario(
@@ -269,5 +310,35 @@ SCENARIOS: tuple[Scenario, ...] = (
         config=full,
         healthy=SpeculatingEngine,
         faulty=SkipsDraft,
+    ),
+    *(
+        model_scenario(
+            name=name,
+            fault="F",
+            example="vllm#56734",
+            doc=f"dummy steps of the draft model write to its layer of a cached prefix; {who} hits it",
+            engine=f"{ONE_POOL}, prefix cache, `seals=layer`",
+            expected=Reason.SEAL_K | Reason.SEAL_V,
+            beyond=Reason.SEAL_K | Reason.SEAL_V,
+            life=life,
+            config=many_layers,
+            faulty=WritesDummies,
+            canary=SEALED,
+        )
+        for name, who, life in (
+            ("draft-layer-overwritten", "a request", hit_for_long),
+            ("draft-layer-overwritten-one-token", "a request for a single token", hit_for_one_token),
+        )
+    ),
+    model_scenario(
+        name="draft-layer-overwritten-unsealed",
+        fault="F",
+        example="vllm#56734",
+        doc="the same, without seals: positions 0 to 2 are sampled in other layers",
+        engine=f"{ONE_POOL}, prefix cache",
+        expected=NOTHING,
+        life=hit_for_long,
+        config=many_layers,
+        faulty=WritesDummies,
     ),
 )
