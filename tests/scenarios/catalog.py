@@ -53,7 +53,7 @@ CLASSES = (
         letter="G",
         title="CUDA graphs and padding",
         note="Not visible by design: the padding slot itself, and index buffers that only a kernel sees. Not visible "
-        "either: damage that is done in the very forward that writes the slot, which TAIL takes for right: padding whose "
+        "either: damage done in the very forward that writes the slot, which TAIL takes for right: padding whose "
         "K and V are the same in every decode, over a live slot, as vllm#43810 comes again and again.",
     ),
     FaultClass(
