@@ -40,6 +40,8 @@ class CanaryConfig:
         scrub_share: share of the time that going round the pools may take.
         admission: where seals are kept, hold a request's cached prefix against them before its first forward.
         completion: likewise, hold all that a request rested on against them when it has ended.
+        check_writes: where seals are kept, hold what a forward has written against what the model has handed over to be
+            written: an engine's adapter, or the engine itself (`CanaryManager.handed`), says what that is.
         stride: a cached position is verified on admission and then every so many steps. None: 1 on a CPU; on a GPU
             chosen, up to `max_stride`, so that the canary takes `overhead_target` of a step.
         overhead_target: share of a step's time that the canary may take where it chooses the stride.
@@ -83,6 +85,7 @@ class CanaryConfig:
     scrub_share: float = 0.005
     admission: bool = True
     completion: bool = True
+    check_writes: bool = False
     stride: int | None = None
     overhead_target: float = 0.01
     max_stride: int = 32
@@ -128,6 +131,8 @@ class CanaryConfig:
             raise ValueError(must_be("CanaryConfig", "scrub_share", "in [0, 1]", str(self.scrub_share)))
         if self.seals != "off" and not self.track_lifetime:
             raise ValueError(must_be("CanaryConfig", "seals", "off where track_lifetime is", self.seals))
+        if self.check_writes and self.seals == "off":
+            raise ValueError(must_be("CanaryConfig", "check_writes", "off where seals are", "on"))
         if self.quarantine and not (self.track_lifetime and self.sweep_every):
             expected = "off where track_lifetime or sweep_every is"
             raise ValueError(must_be("CanaryConfig", "quarantine", expected, "on"))

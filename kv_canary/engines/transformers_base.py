@@ -17,6 +17,7 @@ import torch
 from kv_canary.constants import HEAD_OF_CHAIN, UNCHECKED
 from kv_canary.engines.patches import Patches
 from kv_canary.errors import must_be
+from kv_canary.output import logger
 from kv_canary.runtime.cached import CachedSlots
 from kv_canary.runtime.pools import BufferGroup, KvPool
 
@@ -202,6 +203,10 @@ class Layout(ABC):
 
         patches.wrap(offloading, "offload_requests", offload)
         patches.wrap(offloading, "restore_scheduled_requests", restore)
+
+    def watch_writes(self, patches: Patches, handed: Callable[[KvPool, int, torch.Tensor, torch.Tensor], None]) -> None:
+        """Hand on what the model hands over to be cached, by `CanaryManager.handed`; not known how in all versions."""
+        logger.warning("kv-canary: transformers adapter: check_writes does not cover this version's cache")
 
     def watch_requests(self, patches: Patches, events: Events, *, marks: str) -> None:
         """Watch requests being forgotten, and the prefix cache taking blocks in, by the cache's method `marks`."""

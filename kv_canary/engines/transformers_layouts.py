@@ -104,6 +104,30 @@ class SectorLayout(Layout):
         self.watch_requests(patches, events, marks="mark_complete_blocks")
         self.watch_offloading(patches, events)
 
+    def watch_writes(self, patches: Patches, handed: Callable[[KvPool, int, torch.Tensor, torch.Tensor], None]) -> None:
+        places = {
+            layer: (group.pool, number)
+            for allocator, group in zip(self.allocators, self.groups, strict=True)
+            for number, layer in enumerate(allocator.layer_indices)
+        }
+
+        def update(
+            original: Callable[..., Any],
+            key_states: torch.Tensor,
+            value_states: torch.Tensor,
+            layer_idx: int,
+            kwargs: dict[str, Any],
+        ) -> Any:
+            # A kernel that takes block tables writes by itself.
+            if kwargs.get("block_table") is None:
+                pool, number = places[layer_idx]
+                # [1, heads, tokens, dim]
+                k, v = (x.squeeze(0).transpose(0, 1) for x in (key_states, value_states))
+                handed(pool, number, k, v)
+            return original(key_states, value_states, layer_idx, kwargs)
+
+        patches.wrap(self.cache, "update", update)
+
     def empty(self) -> bool:
         if any(a.block_table for a in self.allocators):
             return False

@@ -133,6 +133,8 @@ class Session:
                 self.manager.warm_up({g.name: t for g, t in zip(self.layout.groups, self._tables, strict=True)})
             self._patches.wrap(processor.model_runner, "compute_batch", self._compute_batch)
             self.layout.watch(self._patches, events)
+            if config.check_writes:
+                self.layout.watch_writes(self._patches, self.manager.handed)
         except BaseException:
             self._patches.undo_all()
             self.manager.close()

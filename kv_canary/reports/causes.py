@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_canary.constants import BAD_SLOT, MASK64, Reason
+from kv_canary.constants import BAD_SLOT, MASK64, Reason, Tag
 from kv_canary.errors import printable
 from kv_canary.hashing import mix
 from kv_canary.reports.clusters import BYTES, CONTENT, Member
@@ -14,6 +14,8 @@ from kv_canary.reports.report import StoredRecord, ViolationReport
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.specs.structures import KvSource
 from kv_canary.specs.violation_row import ViolationRow
+
+_TAILS = (Tag.TAIL_FULL, Tag.TAIL_SWA)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,11 @@ def cause_of_one(
     if damaged is not None:
         return f"the canary's own record is damaged, in one bit of its {damaged}: the KV is probably as it was"
     if not reasons & CONTENT:
+        if row.tag in _TAILS and not reasons & (Reason.K | Reason.V):
+            return (
+                "what lies there is not what the model handed over: it was written elsewhere, in another layer, as the "
+                "other half or not at all, or something else wrote there in the same forward"
+            )
         if _zeroed(reasons, record, row.observed_kv, group):
             return "the bytes are all zero: the slot or its page was zeroed after it was written"
         return "the K/V bytes changed after they were written: a stray write, a copy race or memory corruption"

@@ -211,6 +211,8 @@ def details(report: Mapping[str, Any], writing: bool) -> str:
     if set(report["reasons"]) <= {r.name for r in SEALS}:
         text += f" The slot holds token {record.token} of position {record.position}"
         text += f", written by {by} at step {record.step}; its bytes were sealed then"
+        if report["tag"].startswith("TAIL"):
+            return f"{text}, as the model handed them over."
         if report["intact_at"] is not None and report["intact_at"] > record.step:
             text += f", and the same at step {report['intact_at']}"
         names = ", ".join(printable(name) for name in report["readers"])

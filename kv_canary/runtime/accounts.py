@@ -25,7 +25,7 @@ from kv_canary.runtime.history import StepHistory, StepRecord
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.rows import OwnerNames
 from kv_canary.runtime.seals import Scrub
-from kv_canary.runtime.summary import RECENT_STEPS, CanaryStatus, CanarySummary
+from kv_canary.runtime.summary import RECENT_STEPS, CanaryStatus, CanarySummary, WriteFacts
 from kv_canary.specs.violation_row import ViolationRow
 
 # Requests that a report names, of those that have had a damaged slot in their rows.
@@ -220,6 +220,7 @@ class Accounts:
         stride: int,
         skipped: int = 0,
         unverified: int = 0,
+        writes: WriteFacts | None = None,
         memory: dict[str, int] | None = None,
     ) -> CanarySummary:
         """Return all of it in numbers.
@@ -228,7 +229,7 @@ class Accounts:
             steps: how many were begun.
             counters: launches, then entries, of each tag.
             stride: how many steps a cached position waits for its turn at most.
-            skipped, unverified, memory: see `CanarySummary`.
+            skipped, unverified, writes, memory: see `CanarySummary`.
         """
         incomplete: Counter[str] = Counter()
         for status, count in self._statuses.items():
@@ -252,6 +253,7 @@ class Accounts:
             cost=self._costs.cost,
             scrub=self._scrub.facts,
             audits=self._audits.facts,
+            writes=writes,
             memory=memory or {},
         )
 

@@ -111,6 +111,7 @@ class SingleForwardManager:
                 context,
                 g,
                 self._inputs,
+                handed=steps.handed,
                 inner=inner,
                 checks_given=not number,
             )
@@ -604,6 +605,7 @@ class SingleForwardManager:
 
     def _launch_head(self) -> None:
         self._launch_advance()
+        self._steps.handed.begin()
         if self._shape.expects_tokens:
             self._inputs.complete_expected(self._shape.tokens)
         for launches in self._launches:

@@ -14,6 +14,7 @@ from kv_canary.constants import HEAD_OF_CHAIN
 from kv_canary.runtime.batch import ModelInputs, VerifiedEntries
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.device_state import MOST_REPLAYED
+from kv_canary.runtime.handed import HandedOver
 from kv_canary.runtime.host import Mailbox, Numbers, let_go
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.replays import layout_of
@@ -244,6 +245,7 @@ class GroupLaunches:
         inputs: of the forward.
         inner: see `SingleForwardManager`.
         checks_given: whether it is this group's write that holds rows and lengths against those that were given.
+        handed: what the model hands over.
     """
 
     def __init__(
@@ -252,11 +254,13 @@ class GroupLaunches:
         group: BufferGroup,
         inputs: ForwardInputs,
         *,
+        handed: HandedOver,
         inner: bool,
         checks_given: bool,
     ) -> None:
         self.group = group
         self._context, self._inputs, self._inner, self._checks_given = context, inputs, inner, checks_given
+        self._handed = handed
         self._capacities = context.capacities(group)
         requests, tokens = self._capacities.requests, self._capacities.tokens
         device = context.device
@@ -359,6 +363,8 @@ class GroupLaunches:
         if self.group.pool.seals is not None:
             slots = self.out_slots[: min(shape.tokens, len(self.out_slots))]
             seal_written(self._context, self.group, slots, step=self._inputs.step)
+            if self._handed.is_on:
+                self._handed.check(self.group, slots, self._inputs.step)
 
     def tail(self, shape: Shape) -> None:
         """Verify the slots that HEAD resolved."""

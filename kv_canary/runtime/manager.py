@@ -31,6 +31,7 @@ from kv_canary.runtime.cost import Costs
 from kv_canary.runtime.device_state import CanaryDeviceState
 from kv_canary.runtime.forward import SingleForwardManager
 from kv_canary.runtime.guard import Guard
+from kv_canary.runtime.handed import HandedOver
 from kv_canary.runtime.oracle import TokenOracle
 from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.runtime.retirement import Retirement
@@ -122,6 +123,7 @@ class CanaryManager:
             sweeper=Sweeper(context, unverified, cached=cached or (lambda: ())),
             scrub=scrub,
             audits=audits,
+            handed=HandedOver(context),
             perturber=perturber,
             ranks=self.ranks,
         )
@@ -309,6 +311,28 @@ class CanaryManager:
             self.unverified.freed(pool, slots)
         if part.failed:
             self.unverify(pool, slots)
+
+    def handed(self, pool: KvPool, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
+        """Take in the K and V that the model hands over for a layer of a pool, before they are written there.
+
+        Nothing is done where `check_writes` is off. Called for every layer of a forward, between its HEAD and TAIL, on
+        its stream or in its CUDA graph; then TAIL holds what lies in the pool against it (SEAL_K, SEAL_V). Of a forward
+        of which not all layers were handed over, nothing is said (`CanarySummary.writes`), and of its tokens the first
+        1,024 are looked at.
+
+        Args:
+            pool: that they are to be written to.
+            layer: which of the layers of the pool's sources it is.
+            k, v: [tokens, ...] rows in the order of the forward's new tokens, with the bytes that the pool is to keep
+                of each: behind any conversion to another type. Rows behind them are padding. None for a half that the
+                pool has not got.
+
+        Raises:
+            ValueError: in raise mode, there is no such layer, or rows have other bytes than the pool's.
+        """
+        if not self.is_off and self.config.check_writes:
+            with self.guard.contain("taking in what the model hands over"):
+                self._steps.handed.take(pool, layer, k, v)
 
     def complete(self, request_id: str, slots: Mapping[str, torch.Tensor]) -> None:
         """Hold every byte that a request has rested on against its seal, because the request has ended.
@@ -507,6 +531,7 @@ class CanaryManager:
             stride=self.budget.stride,
             skipped=self._steps.skipped,
             unverified=self.unverified.taken_in + self.unverified.taken_back,
+            writes=self._steps.handed.facts,
             memory=self.context.memory,
         )
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from kv_canary import ops
+from kv_canary.constants import Tag
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.cost import DeviceTimer
 from kv_canary.runtime.host import pinned, send
@@ -62,6 +63,7 @@ def verify_sealed(
     slots: torch.Tensor | None,
     span: torch.Tensor | None,
     checked: torch.Tensor,
+    tag: Tag | None = None,
 ) -> None:
     """Hold slots of a group's pool against their seals, on the stream of the forwards, between them.
 
@@ -73,6 +75,7 @@ def verify_sealed(
         slots: int64 [n] on the device; None: those of the pool in order.
         span: int64 [2], see `verify_seals`; None: all of them.
         checked: what it counts in.
+        tag: what reports name; None: the group's sweep.
     """
     seals = group.pool.seals
     if seals is None:
@@ -80,7 +83,7 @@ def verify_sealed(
     ops.verify_seals(
         slots=slots,
         span=seals.everything if span is None else span,
-        endpoint=context.endpoint(group, group.sweep_tag, with_bytes=True),
+        endpoint=context.endpoint(group, group.sweep_tag if tag is None else tag, with_bytes=True),
         layers_per_band=seals.layers_per_band,
         seed=seals.seed,
         seals=seals.words,

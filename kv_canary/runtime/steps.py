@@ -21,6 +21,7 @@ from kv_canary.runtime.composition import BatchRequests, Int64s
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.cost import TIMED_EVERY, Costs, DeviceTimer
 from kv_canary.runtime.drain import Drain, Findings, Sheet
+from kv_canary.runtime.handed import HandedOver
 from kv_canary.runtime.history import StepRecord
 from kv_canary.runtime.pools import KvPool
 from kv_canary.runtime.seals import SCRUB_EVERY, Scrub
@@ -46,6 +47,7 @@ class Steps:
         sweeper: verifies what no forward is about to read.
         scrub: holds slots against their seals.
         audits: holds requests against the seals of their slots.
+        handed: keeps what models hand over to be cached.
         perturber: injects faults; None: there are none.
         ranks: compares this rank with the others; None: it is alone.
     """
@@ -61,11 +63,12 @@ class Steps:
         sweeper: Sweeper,
         scrub: Scrub,
         audits: Audits,
+        handed: HandedOver,
         perturber: Perturber | None,
         ranks: RankWatch | None,
     ) -> None:
         self.context, self.budget, self.unverified = context, budget, unverified
-        self.perturber, self.scrub, self.audits = perturber, scrub, audits
+        self.perturber, self.scrub, self.audits, self.handed = perturber, scrub, audits, handed
         self._accounts, self._costs, self._sweeper, self._ranks = accounts, costs, sweeper, ranks
         self._drain = Drain(context.state)
         self._times = context.device.type == "cuda"

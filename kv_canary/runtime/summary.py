@@ -81,6 +81,27 @@ class AuditFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WriteFacts:
+    """What became of what models have handed over to be cached.
+
+    Args:
+        forwards: whose writes were held against it, by groups.
+        slots: that were.
+        differ: bands of layers of slots in which something else lay.
+        unknown: forwards, by groups, of which not all layers were handed over.
+    """
+
+    forwards: int = 0
+    slots: int = 0
+    differ: int = 0
+    unknown: int = 0
+
+    def __or__(self, other: WriteFacts) -> WriteFacts:
+        """Return what two canaries have seen together."""
+        return WriteFacts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+@dataclass(frozen=True, kw_only=True)
 class CanarySummary:
     """The canary's account of itself, as of the last drained step.
 
@@ -103,6 +124,7 @@ class CanarySummary:
         cost: what a step takes, and the canary of it; None before the second step.
         scrub: what going round the pools has seen; None where nothing is sealed.
         audits: what requests were held against when they came and when they ended; None where nothing is sealed.
+        writes: what was held against what models have handed over; None where nothing is. As of now: it is waited for.
         memory: bytes on the device: of the engine's K and V, of records, of seals, and of the table of tokens.
         dropped: log lines, events and bundles of this process that were dropped, because nobody took them in time.
     """
@@ -125,6 +147,7 @@ class CanarySummary:
     cost: CanaryCost | None = field(default=None, compare=False)
     scrub: ScrubFacts | None = field(default=None, compare=False)
     audits: AuditFacts | None = field(default=None, compare=False)
+    writes: WriteFacts | None = field(default=None, compare=False)
     memory: dict[str, int] = field(default_factory=dict, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
@@ -147,5 +170,7 @@ class CanarySummary:
         sums["scrub"] = functools.reduce(ScrubFacts.__or__, scrubs) if scrubs else None
         audits = [audit for audit in (self.audits, other.audits) if audit is not None]
         sums["audits"] = functools.reduce(AuditFacts.__or__, audits) if audits else None
+        writes = [write for write in (self.writes, other.writes) if write is not None]
+        sums["writes"] = functools.reduce(WriteFacts.__or__, writes) if writes else None
         sums["stride"], sums["dropped"] = max(self.stride, other.stride), max(self.dropped, other.dropped)
         return CanarySummary(**sums)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import transformers
 
 import kv_canary
 
@@ -36,7 +37,7 @@ def run_clean(
     happened = watch_engine(monkeypatch)
     model = make_model(kind)
     # All bytes are looked at too, where requests come and end, and all the time in between.
-    config = config or kv_canary.CanaryConfig(backend="reference", seals="layer", scrub_share=0.1)
+    config = config or kv_canary.CanaryConfig(backend="reference", seals="layer", scrub_share=0.1, check_writes=True)
     canary = kv_canary.install(model, config=config, identity=identity)
     try:
         with serve(model, samples=samples, **(options or {})) as server:
@@ -56,6 +57,9 @@ def run_clean(
         if summary.audits is not None and summary.scrub is not None:
             assert summary.audits.completed > 0
             assert summary.audits.unsealed == summary.scrub.unsealed == 0
+            if summary.writes is not None and transformers.__version__ >= "5.23":
+                assert (summary.writes.differ, summary.writes.unknown) == (0, 0)
+                assert summary.writes.slots > 0
             assert summary.audits.admitted > 0 or not happened.prefix_hits
     finally:
         canary.uninstall()

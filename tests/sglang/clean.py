@@ -103,6 +103,8 @@ def run_clean(
         # All bytes are looked at too, where requests come and end, and all the time in between.
         "KV_CANARY_SEALS": "layer",
         "KV_CANARY_SCRUB_SHARE": "0.1",
+        # And what the model hands over, against what it has written.
+        "KV_CANARY_CHECK_WRITES": "1",
         **(settings or {}),
     }
     with engine.overriding(**environ, SGLANG_ON_CPU="hybrid_swa"):
@@ -127,6 +129,10 @@ def run_clean(
         assert len(run.reqs) - len(run.aborted) <= summary.audits.completed <= len(run.reqs)
         assert summary.audits.verified > 0
         assert summary.audits.admitted > 0 or not any(req.cached_tokens for req in run.reqs)
+        if summary.writes is not None:
+            assert (summary.writes.differ, summary.writes.unknown) == (0, 0)
+            assert summary.writes.forwards == run.modes.total() * len(manager.groups)
+            assert summary.writes.slots > 0
         manager.scrub()
         assert [r.sentence for r in manager.reports] == []
         scrub = manager.summary().scrub

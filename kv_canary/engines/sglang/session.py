@@ -30,6 +30,7 @@ from kv_canary.engines.sglang import (
     speculative,
     support,
     transfer,
+    writes,
 )
 from kv_canary.engines.sglang.identities import Identities
 from kv_canary.output import logger
@@ -143,6 +144,8 @@ class Session:
         # By runner, and whether it drafts.
         self._forwards: dict[tuple[Any, bool], SingleForwardManager] = {}
         self._anchored = False
+        # Whether the forward under way is described with all of its tokens, in the model's order.
+        self._in_order = True
         # Whether something was launched since the last look at what was found.
         self._pending = False
         target = scheduler.tp_worker.model_runner
@@ -212,6 +215,14 @@ class Session:
                 following=self._contain,
                 completes=self.manager.completes,
             )
+            if config.check_writes:
+                writes.watch(
+                    [(runner.token_to_kv_pool, mine) for runner, mine in self._groups.items()],
+                    handed=self.manager.handed,
+                    in_order=lambda: self._in_order,
+                    patches=self._patches,
+                    following=self._contain,
+                )
             transfer.watch(
                 scheduler,
                 self.manager,
@@ -369,7 +380,7 @@ class Session:
             return None
         if self._lifetime.has_freed or self._ended:
             self._retire_freed()
-        requests = None
+        requests, self._in_order = None, True
         with self._repeats as part:
             requests = self._composed(forward_batch)
             if requests is not None and (watched := self._repeat(runner, forward_batch, requests)) is not None:
@@ -519,6 +530,7 @@ class Session:
         self._anchored |= any(r.identity for r in described.requests)
         flat = [t[: described.tokens] for t in (forward_batch.out_cache_loc, forward_batch.input_ids)]
         slots, input_ids, positions = *flat, forward_batch.positions[: described.tokens]
+        self._in_order = described.kept is None
         if described.kept is not None:
             self._leave_out(runner, slots, described)
             (kept,) = send(self.manager.device, described.kept)
