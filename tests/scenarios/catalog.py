@@ -54,7 +54,7 @@ CLASSES = (
         title="CUDA graphs and padding",
         note="Not visible by design: the padding slot itself, and index buffers that only a kernel sees. Not visible "
         "either, without `check_writes`: damage done in the very forward that writes the slot, which TAIL takes for "
-        "right, as padding whose K and V are the same in every decode, over a live slot (vllm#43810 as it comes again).",
+        "right, as padding whose K and V are the same in every decode, over a live slot (vllm#43810 as it recurs).",
     ),
     FaultClass(
         letter="H",
