@@ -128,9 +128,9 @@ class StepHistory:
                 # Not those whose rows have others in them now, or were those of another batch.
                 fresh = [i for i, row in enumerate(forward.rows.tolist()) if row not in seen]
                 seen.update(forward.rows.tolist())
-                if table is None or (forward.table_rows is not None and step is not self._steps[-1]):
-                    continue
-                names += [forward[i].request_id for i in fresh if _names(group, table, forward, i, slot)]
+                is_gone = forward.table_rows is not None and step is not self._steps[-1]
+                if table is not None and fresh and not is_gone:
+                    names += [forward[i].request_id for i in _naming(group, table, forward, fresh, slot)]
         return list(dict.fromkeys(names))[:most]
 
     def arrived(self, number: int, row: int) -> int | None:
@@ -142,13 +142,16 @@ class StepHistory:
         return came if came != self._steps[0].number or came == 1 else None
 
 
-def _names(group: BufferGroup, table: torch.Tensor, forward: BatchRequests, i: int, slot: int) -> bool:
-    """Whether the row of the i-th request of a forward names a slot, up to where the forward has written."""
-    row = int((forward.rows if forward.table_rows is None else forward.table_rows)[i])
-    end = min(int(forward.prefix[i] + forward.extend[i]), table.shape[1] * group.page_size)
-    positions = torch.arange(max(0, end - group.window) if group.window else 0, end, device=table.device)
-    named = group.slots_named(table, row, positions)
+def _naming(group: BufferGroup, table: torch.Tensor, forward: BatchRequests, which: list[int], slot: int) -> list[int]:
+    """Return which of these requests' rows name a slot, up to where a forward has written; one look at the device."""
+    device, longest = table.device, table.shape[1] * group.page_size
+    rows = (forward.rows if forward.table_rows is None else forward.table_rows)[which]
+    ends = torch.from_numpy(forward.ends[which]).clamp(max=longest).to(device)[:, None]
+    positions = torch.arange(min(int(forward.ends[which].max()), longest), device=device)[None, :]
+    named = group.slots_named(table, torch.from_numpy(rows).to(device)[:, None], positions)
     if group.lut is not None:
         inside = (named >= 0) & (named < len(group.lut))
         named = torch.where(inside, group.lut[torch.where(inside, named, 0)], 0)
-    return bool((named == slot).any())
+    read = (positions < ends) & (positions >= ends - group.window if group.window else positions >= 0)
+    found: list[int] = ((named == slot) & read).any(dim=1).nonzero().view(-1).tolist()
+    return [which[n] for n in found]

@@ -57,6 +57,10 @@ class Ended:
                     its.record_stream(torch.cuda.current_stream(its.device))
         return ended
 
+    def forget(self) -> None:
+        """Drop the requests that `take` would return."""
+        self._ended.clear()
+
     def _claim(self, original: Callable[..., Any], req: Any, *args: Any, **kwargs: Any) -> Any:
         is_kept = original(req, *args, **kwargs)
         # A session's request goes on, in its row.

@@ -146,6 +146,8 @@ class Session:
         self._anchored = False
         # Whether the forward under way is described with all of its tokens, in the model's order.
         self._in_order = True
+        # None until the prefix cache is watched.
+        self._ended: completion.Ended | None = None
         # Whether something was launched since the last look at what was found.
         self._pending = False
         target = scheduler.tp_worker.model_runner
@@ -196,7 +198,6 @@ class Session:
             self._patches.undo_all()
             raise
         self._speculation: speculative.Speculation | None = None
-        self._ended: completion.Ended | None = None
         try:
             if not scheduler.spec_algorithm.is_none():
                 self._speculation = speculative.Speculation(
@@ -371,6 +372,9 @@ class Session:
         """Take in that nobody can say what any slot holds: all of them are taken in anew, as they are read."""
         # What could not be retired in time must not be later: whoever has such a slot by then would lose its mark.
         self._lifetime.forget()
+        if self._ended is not None:
+            # What they rested on may have been written to without a seal.
+            self._ended.forget()
         for pool in self.manager.pools:
             self.manager.unverified.forget_all(pool)
 
@@ -580,8 +584,9 @@ class Session:
 
     def _complete_ended(self) -> None:
         """Hold what ended requests rested on against its seals."""
-        for name, slots in self._ended.take() if self._ended is not None else ():
-            self.manager.complete(name, slots)
+        with self._contain("completing requests"):
+            for name, slots in self._ended.take() if self._ended is not None else ():
+                self.manager.complete(name, slots)
 
     def _retire_freed(self) -> None:
         self._complete_ended()
