@@ -94,6 +94,10 @@ _SGL_ALL = {"SGLANG_KV_CANARY_ENABLE_MHA_V": "1", "SGLANG_KV_CANARY_ENABLE_VERIF
 MODES: Mapping[str, Mode] = {
     NONE: Mode(doc="no canary"),
     "ours": Mode(environment=_OURS, doc="kv-canary as it comes"),
+    "ours_seals": Mode(
+        environment={**_OURS, "KV_CANARY_SEALS": "layer"},
+        doc="the same with a hash of every byte, held against the bytes at admission, completion and by a scrub",
+    ),
     "ours_full": Mode(
         environment={**_OURS, **_WHOLE}, doc="every position at every step, bytes again at TAIL, tokens and inputs"
     ),
