@@ -40,6 +40,7 @@ def bench() -> None:
       kv-canary bench --peer sglang --json h200_peer.json
       kv-canary bench ops --help
       kv-canary bench engine --models 1b --modes none,ours,sgl
+      kv-canary bench seals --json h200_seals.json
     """
 
 
@@ -184,6 +185,43 @@ def ops(
         console = Console()
         tables.show(result, console if console.is_terminal else Console(width=tables.PAGE_WIDTH))
     raise SystemExit(1 if result["failed"] else 0)
+
+
+@bench.command()
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to run. [default: cuda where there is one]")
+@click.option("--share", type=click.FloatRange(0, 1), default=0.005, show_default=True, help="As scrub_share is set.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the result here.")
+@click.option("--commit", help="The commit measured, for the JSON. [default: what git says]")
+def seals(device: str | None, share: float, json_path: Path | None, commit: str | None) -> None:
+    """Time the two ops of seals over every byte of K and V, beside a copy, and what a scrub and a verdict take.
+
+    \b
+    How to read it:
+      us        of a launch from a CUDA graph, with nothing of it in the L2 cache
+      of copy   bytes of K and V over the time, as a share of what a copy moves, which reads and writes
+      range     the whole pool in order, as a scrub goes; random: a list of slots
+
+    On a CPU it only checks itself.
+
+    Exit codes: 0 all is well, 1 a changed byte was not found, 2 misuse.
+    """
+    import torch
+
+    from kv_canary.bench import seals as benchmark
+    from kv_canary.commands.facts import facts
+
+    where = torch.device(device or _default_device())
+    try:
+        rows, found = benchmark.measure(
+            device=where, backend=None, share=share, say=lambda line: click.echo(line, err=True)
+        )
+    except RuntimeError as error:
+        click.echo(str(error), err=True)
+        raise SystemExit(1) from error
+    benchmark.show(rows, found)
+    if json_path is not None:
+        told = benchmark.result(rows, found, facts(where, commit=commit, kind="seal_cost"))
+        json_path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
 def _default_device() -> str:

@@ -20,7 +20,7 @@ from kv_canary.specs.structures import Endpoint, KvSource
 
 # Words of a token that are taken at a time, as few as there are; words of all slots of a tile together; its slots.
 MAX_WORDS = 256
-TILE_WORDS = 1024
+TILE_WORDS = 512
 MAX_SLOTS = 32
 WORD_BYTES = 8
 # One warp has all of a tile, so that nothing is passed between warps.

@@ -74,11 +74,13 @@ class Mode:
     Args:
         environment: of its process.
         arguments: of SGLang's `ServerArgs`.
+        own_kv: whether it cannot share its KV with others, which write there what is cached no more for them.
         doc: what it is, in a line.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    own_kv: bool = False
     doc: str
 
 
@@ -96,6 +98,7 @@ MODES: Mapping[str, Mode] = {
     "ours": Mode(environment=_OURS, doc="kv-canary as it comes"),
     "ours_seals": Mode(
         environment={**_OURS, "KV_CANARY_SEALS": "layer"},
+        own_kv=True,
         doc="the same with a hash of every byte, held against the bytes at admission, completion and by a scrub",
     ),
     "ours_full": Mode(

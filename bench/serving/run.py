@@ -217,6 +217,7 @@ class Measurement:
                 vocabulary=shape.vocabulary,
                 log=settings.out / f"{self._model}-{mode}.log",
                 frozen=settings.frozen,
+                own_kv=MODES[mode].own_kv,
                 cores=_cores(),
             )
             self._schedulers[mode] = Scheduler(mode, spec, shared)

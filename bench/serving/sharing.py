@@ -47,8 +47,8 @@ def allocate(shape: Shape, *, slots: int, lock: Path) -> Shared:
     return Shared(kv=kv, weights=weights, lock=lock)
 
 
-def use(shared: Shared) -> None:
-    """Let the scheduler that is made next in this process take its weights and its KV pool from `shared`."""
+def use(shared: Shared, *, own_kv: bool) -> None:
+    """Let the scheduler that is made next in this process take its weights from `shared`, and its KV pool or not."""
     from sglang.srt.mem_cache import memory_pool
     from sglang.srt.model_loader import loader
 
@@ -81,4 +81,5 @@ def use(shared: Shared) -> None:
 
     loader.initialize_dummy_weights = initialize
     loader.DummyModelLoader.load_model = one_at_a_time
-    memory_pool.MHATokenToKVPool._create_buffers_normal = create
+    if not own_kv:
+        memory_pool.MHATokenToKVPool._create_buffers_normal = create

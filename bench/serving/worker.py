@@ -45,6 +45,7 @@ class Spec:
         log: where its output goes.
         frozen: whether Python's garbage collector leaves alone what is there after the warm-up, as SGLang's HTTP server
             has it; its offline engine has not.
+        own_kv: whether its KV is its own where weights are shared.
         cores: on the first of which the scheduler's thread runs, and on the others all others; empty: where they like.
     """
 
@@ -55,6 +56,7 @@ class Spec:
     vocabulary: int
     log: Path
     frozen: bool
+    own_kv: bool = False
     cores: Sequence[int] = ()
 
 
@@ -114,7 +116,7 @@ class Worker:
             kv_cache_configurator.KVCacheConfigurator._profile_available_bytes = lambda *_: 1 << 50
             if shared is not None:
                 torch.cuda.init()
-                use(shared)
+                use(shared, own_kv=spec.own_kv)
         self._scheduler = engine.start_scheduler(spec.model, **spec.arguments)
         channels = self._scheduler.ipc_channels
         for sender in (channels.send_to_tokenizer, channels.send_to_detokenizer):

@@ -93,6 +93,11 @@ KINDS = {
         sources=(*RUNTIME, "bench/serving"),
         command="kv-canary bench engine --json FILE",
     ),
+    "seal_cost": Evidence(
+        files=("h200_seals.json",),
+        sources=(*RUNTIME, "bench/seals.py"),
+        command="kv-canary bench seals --json FILE",
+    ),
     "demo": Evidence(files=("h200_demo.json",), sources=RUNTIME, command="kv-canary demo --device cuda --json FILE"),
     "peer": Evidence(
         files=("h200_peer.json",),

@@ -15,7 +15,7 @@ from kv_canary.runtime.composition import BatchRequests
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.host import pinned
 from kv_canary.runtime.pools import BufferGroup, KvPool
-from kv_canary.runtime.seals import SEAL_COUNTS, verify_sealed
+from kv_canary.runtime.seals import SEAL_COUNTS, ListedSlots
 from kv_canary.runtime.summary import AuditFacts
 
 # Requests that have ended and whose verdicts are under way, at most; the oldest is waited for then.
@@ -40,10 +40,18 @@ class Audits:
         )
         # Of each group: whose each row was when its prefix was looked at.
         self._owners = {g.name: np.zeros(context.limits.max_rows, np.int64) for g in sealed}
-        self._admitted = torch.zeros(SEAL_COUNTS, dtype=torch.int64, device=context.device)
+        self._groups = {g.name: g for g in context.groups}
+        self._layers = {g.name: _layers(g.pool) for g in sealed}
+        self._listed = ListedSlots(context)
+        # What is counted of requests that come, and of those that end, since the beginning.
+        self._admitted, self._ended = (
+            torch.zeros(SEAL_COUNTS, dtype=torch.int64, device=context.device) for _ in range(2)
+        )
         self._seen = pinned(SEAL_COUNTS, context.device)
         self._under_way: deque[_Completion] = deque()
         self._spare: list[_Counts] = []
+        # As it was before the oldest of those that are under way.
+        self._counted = [0] * SEAL_COUNTS
         self._completed = self._verified = self._unsealed = 0
 
     def admit(self, groups: Sequence[BufferGroup], requests: BatchRequests, tables: Mapping[str, torch.Tensor]) -> None:
@@ -67,8 +75,7 @@ class Audits:
             if which and group.pool not in verified:
                 verified.add(group.pool)
                 spans = [(int(table_rows[i]), int(there[i])) for i in which]
-                slots = slots_of(group, tables[group.name], spans)
-                verify_sealed(self._context, group, slots=slots, span=None, checked=self._admitted)
+                self._listed.verify(group, slots_of(group, tables[group.name], spans), checked=self._admitted)
         if verified:
             self._seen.copy_(self._admitted, non_blocking=True)
 
@@ -82,20 +89,20 @@ class Audits:
         Raises:
             ValueError: there is no such group.
         """
-        groups = {g.name: g for g in self._context.groups}
         for name in slots:
-            if name not in groups:
-                raise ValueError(must_be("complete", "slots", f"of the groups {', '.join(groups)}", repr(name)))
-        counts = self._spare.pop() if self._spare else _Counts(self._context.device)
-        layers = 0
-        for name, its in slots.items():
-            group = groups[name]
-            if group.pool.seals is not None and len(its):
-                verify_sealed(self._context, group, slots=self._there(its), span=None, checked=counts.there)
-                sources = (group.pool.k_source, group.pool.v_source)
-                layers = max(layers, *(len(source.layers) for source in sources if source is not None))
-        counts.bring()
-        self._under_way.append(_Completion(request_id, self._context.step, layers, counts))
+            if name not in self._groups:
+                raise ValueError(must_be("complete", "slots", f"of the groups {', '.join(self._groups)}", repr(name)))
+        layers, is_whole = 0, False
+        try:
+            for name, its in slots.items():
+                if name in self._layers and len(its):
+                    self._listed.verify(self._groups[name], (its.to(self._context.device),), checked=self._ended)
+                    layers = max(layers, self._layers[name])
+            is_whole = True
+        finally:
+            counts = self._spare.pop() if self._spare else _Counts(self._context.device)
+            counts.bring(self._ended)
+            self._under_way.append(_Completion(request_id, self._context.step, layers, counts, is_whole))
 
     @property
     def is_idle(self) -> bool:
@@ -108,12 +115,16 @@ class Audits:
         while self._under_way:
             completion = self._under_way[0]
             wait_for_it = wait or len(self._under_way) > _MOST_UNDER_WAY
-            counted = completion.counts.taken(wait=wait_for_it)
+            counted = completion.counts.arrived(wait=wait_for_it)
             if counted is None:
                 break
             self._under_way.popleft()
             self._spare.append(completion.counts)
-            _, slots, unsealed, damaged = counted
+            # One after the other, on one stream: what has been added is this one's.
+            _, slots, unsealed, damaged = (now - before for now, before in zip(counted, self._counted, strict=True))
+            self._counted = counted
+            if not completion.is_whole:
+                continue
             self._completed += 1
             self._verified += slots
             self._unsealed += unsealed
@@ -139,16 +150,11 @@ class Audits:
             admitted=admitted, completed=self._completed, verified=self._verified, unsealed=unsealed + self._unsealed
         )
 
-    def _there(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return slots as int64 on the device, aligned as kernels are compiled for."""
-        slots = slots.to(self._context.device, torch.int64)
-        return slots.clone() if slots.data_ptr() % 16 or not slots.is_contiguous() else slots
-
     def arrived(self, pool: KvPool, slots: torch.Tensor) -> None:
         """Hold int64 `slots` of `pool`, whose bytes come from elsewhere with their seals, against these."""
         group = next((g for g in self._context.groups if g.pool is pool), None)
         if self.admits and group is not None and len(slots):
-            verify_sealed(self._context, group, slots=self._there(slots), span=None, checked=self._admitted)
+            self._listed.verify(group, (slots.to(self._context.device),), checked=self._admitted)
             self._seen.copy_(self._admitted, non_blocking=True)
 
     def forget_row(self, row: int) -> None:
@@ -161,9 +167,18 @@ class Audits:
         for owners in self._owners.values():
             owners[:] = 0
 
+    def forget_graphs(self) -> None:
+        """Destroy the graphs that launches are replayed from."""
+        self._listed.forget_graphs()
 
-def slots_of(group: BufferGroup, table: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return the int64 slots of the last positions that requests may still read, as tables name them now.
+
+def _layers(pool: KvPool) -> int:
+    """Return how many layers' bytes a pool has."""
+    return max((len(source.layers) for source in (pool.k_source, pool.v_source) if source is not None), default=0)
+
+
+def slots_of(group: BufferGroup, table: torch.Tensor, spans: Sequence[tuple[int, int]]) -> Sequence[torch.Tensor]:
+    """Return the slots of the last positions that requests may still read, as tables name them now, in pieces.
 
     Slots behind a request's last one may be among them, of the page that it lies in; 0 or less: there is none.
 
@@ -177,6 +192,8 @@ def slots_of(group: BufferGroup, table: torch.Tensor, spans: Sequence[tuple[int,
         table[row, (max(0, count - group.window) if group.window else 0) // page : -(-count // page)]
         for row, count in spans
     ]
+    if page == 1 and group.lut is None:
+        return parts
     named = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(torch.int64)
     if page > 1:
         inside = torch.arange(page, device=named.device)
@@ -184,7 +201,7 @@ def slots_of(group: BufferGroup, table: torch.Tensor, spans: Sequence[tuple[int,
     if group.lut is not None:
         inside_lut = (named >= 0) & (named < len(group.lut))
         named = torch.where(inside_lut, group.lut[torch.where(inside_lut, named, 0)], 0)
-    return named
+    return (named,)
 
 
 class _Completion(NamedTuple):
@@ -194,33 +211,29 @@ class _Completion(NamedTuple):
     step: int
     layers: int
     counts: _Counts
+    # False: some of it was not looked at, so that nothing is said of it.
+    is_whole: bool
 
 
 class _Counts:
-    """What `verify_seals` counts for one request, used again and again: it goes on from where it was.
-
-    Attributes:
-        there: int64 [4] on the device.
-    """
+    """What `verify_seals` had counted when a request had been looked at, on its way to the host."""
 
     def __init__(self, device: torch.device) -> None:
-        self.there = torch.zeros(SEAL_COUNTS, dtype=torch.int64, device=device)
-        self._here, self._before = pinned(SEAL_COUNTS, device), [0] * SEAL_COUNTS
+        self._here = pinned(SEAL_COUNTS, device)
         self._arrived = torch.Event(device) if device.type == "cuda" else None
 
-    def bring(self) -> None:
-        """Copy it to the host, without waiting for it."""
-        self._here.copy_(self.there, non_blocking=True)
+    def bring(self, there: torch.Tensor) -> None:
+        """Copy int64 `there` [4] to the host, without waiting for it."""
+        self._here.copy_(there, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
 
-    def taken(self, *, wait: bool) -> list[int] | None:
-        """Return what has been added since it was last taken; None: it has not arrived, and is not waited for."""
+    def arrived(self, *, wait: bool) -> list[int] | None:
+        """Return what was brought; None: it has not arrived, and is not waited for."""
         if self._arrived is not None:
             if wait:
                 self._arrived.synchronize()
             elif not self._arrived.query():
                 return None
-        now = self._here.tolist()
-        before, self._before = self._before, now
-        return [a - b for a, b in zip(now, before, strict=True)]
+        found: list[int] = self._here.tolist()
+        return found

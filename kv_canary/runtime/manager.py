@@ -544,6 +544,7 @@ class CanaryManager:
         # Not left to the collector, which may destroy a graph while somebody captures another.
         self.state.forget_graphs()
         self._retirement.forget_graphs()
+        self._steps.audits.forget_graphs()
         for forward in self._forwards.values():
             forward.forget_graphs()
         output.drain(_LAST_WORDS)

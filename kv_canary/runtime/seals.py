@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.cost import DeviceTimer
 from kv_canary.runtime.host import pinned, send
 from kv_canary.runtime.pools import BufferGroup, KvPool
+from kv_canary.runtime.replays import round_up, rounded
 from kv_canary.runtime.summary import ScrubFacts
 
 # Steps from one piece of a scrub to the next: launches cost the host more than what they read costs the device.
@@ -64,6 +66,7 @@ def verify_sealed(
     span: torch.Tensor | None,
     checked: torch.Tensor,
     tag: Tag | None = None,
+    step: torch.Tensor | None = None,
 ) -> None:
     """Hold slots of a group's pool against their seals, on the stream of the forwards, between them.
 
@@ -76,6 +79,7 @@ def verify_sealed(
         span: int64 [2], see `verify_seals`; None: all of them.
         checked: what it counts in.
         tag: what reports name; None: the group's sweep.
+        step: that it is found in, int64 [1]; None: the present one.
     """
     seals = group.pool.seals
     if seals is None:
@@ -87,7 +91,7 @@ def verify_sealed(
         layers_per_band=seals.layers_per_band,
         seed=seals.seed,
         seals=seals.words,
-        step=context.state.step,
+        step=context.state.step if step is None else step,
         violations=context.state.violations,
         checked=checked,
         backend=context.backend,
@@ -101,6 +105,54 @@ def warm_up(context: CanaryContext) -> None:
     for group in context.groups:
         for slots in (None, nothing):
             verify_sealed(context, group, slots=slots, span=nothing, checked=checked)
+
+
+class ListedSlots:
+    """Lists of slots that are held against their seals, by launches that are replayed where the canary has graphs.
+
+    Args:
+        context: of the canary.
+    """
+
+    def __init__(self, context: CanaryContext) -> None:
+        self._context, self._replays = context, context.new_replays()
+        # Where launches that are replayed read their slots; zeros, which are no slots, between two of them.
+        words = max(rounded(context.limits.max_len)) if self._replays.rounds_up else 0
+        self._slots = torch.zeros(words, dtype=torch.int64, device=context.device)
+
+    def verify(self, group: BufferGroup, parts: Sequence[torch.Tensor], *, checked: torch.Tensor) -> None:
+        """Hold slots of a group's pool against their seals; see `verify_sealed`.
+
+        Args:
+            group: whose pool it is.
+            parts: the slots, integers on the device, in any number of pieces.
+            checked: what it counts in; it stays where it is.
+        """
+        context, count = self._context, sum(map(len, parts))
+        if not count or group.pool.seals is None:
+            return
+        if count > len(self._slots):
+            slots = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to(torch.int64)
+            # Kernels are compiled for what is aligned.
+            slots = slots.clone() if slots.data_ptr() % 16 or not slots.is_contiguous() else slots
+            verify_sealed(context, group, slots=slots, span=None, checked=checked)
+            return
+        start = 0
+        for part in parts:
+            self._slots[start : start + len(part)].copy_(part)
+            start += len(part)
+        size = round_up(count, len(self._slots))
+        slots, step = self._slots[:size], context.state.kept_step
+
+        def launch() -> None:
+            verify_sealed(context, group, slots=slots, span=None, checked=checked, step=step)
+            slots.zero_()
+
+        self._replays.run((group.name, size, checked.data_ptr()), launch)
+
+    def forget_graphs(self) -> None:
+        """Destroy the graphs that launches are replayed from."""
+        self._replays.forget()
 
 
 class _Piece(NamedTuple):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import kv_canary as kc
 from kv_canary.observers import Observer, RequestVerdict
+from kv_canary.runtime import seals
 from kv_canary.runtime.audits import slots_of
+from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.replays import Launch, Replays
 
 from .engine import BYTES, LAYERS, Engine, Request, make_pool
 
@@ -67,6 +71,15 @@ def complete(engine: Engine, request: Request) -> None:
     engine.manager.complete(request.name, {g.name: slots_in(engine, request, g.name) for g in engine.groups})
 
 
+@pytest.fixture(params=[False, True], ids=["as it is", "replayed"])
+def replays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Let launches be as they are, or for rounded sizes and by graphs, which only call them here."""
+    if request.param:
+        monkeypatch.setattr(CanaryContext, "new_replays", lambda _: Replays(lambda launch: launch))
+    return bool(request.param)
+
+
+@pytest.mark.usefixtures("replays")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_prefix_hit_is_looked_at_before_anybody_reads_it(backend: str) -> None:
     engine = audited(backend=backend)
@@ -94,6 +107,7 @@ def test_a_prefix_hit_is_looked_at_before_anybody_reads_it(backend: str) -> None
     assert (audits.admitted, audits.unsealed) == (8, 0)
 
 
+@pytest.mark.usefixtures("replays")
 def test_a_request_is_admitted_once_and_again_when_it_comes_back() -> None:
     engine = audited()
 
@@ -124,6 +138,7 @@ def test_a_request_is_admitted_once_and_again_when_it_comes_back() -> None:
     assert engine.found() == []
 
 
+@pytest.mark.usefixtures("replays")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_verdict_on_a_request_that_has_ended(backend: str) -> None:
     engine = audited(backend=backend)
@@ -165,6 +180,7 @@ def test_what_has_no_seal_is_said() -> None:
     assert engine.found() == []
 
 
+@pytest.mark.usefixtures("replays")
 def test_slots_come_in_any_form() -> None:
     engine = audited(backend="triton")
     a = engine.add("a", 60)
@@ -174,7 +190,64 @@ def test_slots_come_in_any_form() -> None:
     for slots in (row[1:9], strange[1:], strange[::1], slots_in(engine, a).repeat_interleave(2)[::2], row[:0]):
         engine.manager.complete("a", {"full": slots})
     assert [slots for _, _, slots in verdicts(engine).told()] == [8, 9, 9, 9, 0]
+    # More than any request can have.
+    engine.manager.complete("a", {"full": slots_in(engine, a).repeat(100)})
+    assert verdicts(engine).told()[-1] == ("a", "intact", 900)
     assert engine.found() == []
+
+
+def test_launches_that_are_replayed_find_what_is_there_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = 0
+
+    def capture(launch: Launch) -> Launch:
+        nonlocal captured
+        captured += 1
+        return launch
+
+    monkeypatch.setattr(CanaryContext, "new_replays", lambda _: Replays(capture))
+    engine = audited()
+    a = engine.add("a", 200)
+    engine.step((a, 30))
+    told = []
+    for step in range(6):
+        complete(engine, a)
+        told.append(verdicts(engine).told()[-1])
+        engine.step((a, 1))
+        # Fewer than before: none of the last ones may be looked at again.
+        engine.manager.complete("few", {"full": slots_in(engine, a)[:3]})
+        told.append(verdicts(engine).told()[-1])
+        if step == 4:
+            damage(engine, int(slots_in(engine, a)[12]))
+    assert captured
+    assert told[::2] == [("a", "intact", 30 + n) for n in range(5)] + [("a", "damaged", 35)]
+    assert told[1::2] == [("few", "intact", 3)] * 6
+    # In the step in which it was looked at, whatever was captured.
+    assert [(r.step, r.position) for r in engine.found()] == [(6, 12)]
+
+
+def test_a_request_of_which_only_a_part_was_looked_at_has_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = make_pool(256, read_bytes=1), make_pool(256, name="other", read_bytes=1)
+    groups = [kc.BufferGroup(name=name, pool=pool) for name, pool in zip(("full", "more"), pools, strict=True)]
+    engine = audited(groups=groups)
+    engine.manager.guard.contains = True
+    a, b = engine.add("a", 60), engine.add("b", 60)
+    engine.step((a, 9), (b, 5))
+    damage(engine, int(slots_in(engine, a)[2]))
+    real = seals.verify_sealed
+
+    def fails(context: CanaryContext, group: kc.BufferGroup, **arguments: Any) -> None:
+        if group.name == "more":
+            raise RuntimeError("no")
+        real(context, group, **arguments)
+
+    monkeypatch.setattr(seals, "verify_sealed", fails)
+    complete(engine, a)
+    monkeypatch.undo()
+    complete(engine, b)
+    assert verdicts(engine).told() == [("b", "intact", 10)]
+    assert engine.manager.summary().failures == {"completing a request: RuntimeError": 1}
+    # It is not lost for that.
+    assert {r.reasons for r in engine.found()} == {("SEAL_V",)}
 
 
 def test_a_group_that_is_not_there_is_told_in_raise_mode_and_contained_in_the_other() -> None:
@@ -271,7 +344,7 @@ def test_slots_of_a_request_are_those_that_it_may_still_read(kind: str) -> None:
     table = torch.randint(1, 60, (5, 40), dtype=torch.int32)
     table[3, 1] = -1
     spans = [(2, 13), (3, 5), (4, 1)]
-    found = slots_of(group, table, spans).tolist()
+    found = torch.cat(list(slots_of(group, table, spans))).tolist()
     expected = []
     for row, count in spans:
         for position in range(max(0, count - group.window) if group.window else 0, count):
