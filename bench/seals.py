@@ -90,9 +90,7 @@ class Sealed:
         self.shape, self.num_slots, self.device, self._backend = shape, num_slots, device, backend
         memory = random_bytes(num_slots * shape.token_bytes, device)[: num_slots * shape.token_bytes]
         halves = memory.view(2, shape.layers, num_slots, shape.row_bytes).unbind(0)
-        k, v = (
-            kc.KvSource(layers=half.unbind(0), page_size=1, bytes_per_token=shape.row_bytes) for half in halves
-        )
+        k, v = (kc.KvSource(layers=half.unbind(0), page_size=1, bytes_per_token=shape.row_bytes) for half in halves)
         self.memory = halves
         pool = kc.KvPool(name="pool", num_slots=num_slots, k_source=k, v_source=v, device=device)
         pool.records.random_(1, 1 << 40)

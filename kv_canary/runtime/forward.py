@@ -893,7 +893,7 @@ class SingleForwardManager:
                 return
         wrong = (prefix < 0) | (requests.extend < 0)
         if number != self._checked:
-            if len(set(rows.tolist())) != len(rows):
+            if not _are_different(rows):
                 expected = "different for every request"
                 raise ValueError(must_be(f"forward {self.name}", "rows", expected, str(rows.tolist())))
             wrong |= (rows <= 0) | (rows >= self.context.limits.max_rows)
@@ -944,6 +944,12 @@ def _sizes(max_requests: int, max_tokens: int, *, inner: bool) -> Iterator[tuple
         for tokens in rounded(max_tokens):
             if tokens >= min(requests, max_tokens):
                 yield requests, tokens, False
+
+
+def _are_different(numbers: Int64s) -> bool:
+    """Whether no number comes twice."""
+    ordered = np.sort(numbers)
+    return not np.logical_or.reduce(ordered[1:] == ordered[:-1])
 
 
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -103,6 +103,25 @@ def test_a_decode_step_follows_the_one_before() -> None:
     assert found == [False, True, True, True, True]
 
 
+def test_a_request_that_starts_again_in_its_row_is_asked_for_its_new_text() -> None:
+    mine, reqs = composer(), [Req("a", 3), Req("b", 5)]
+    reqs[0].output_ids += [50, 51]
+    assert decodes(mine, reqs, [7, 5], [3, 5]) is not None
+    # Put off, with all that it had generated given up, and back in the same row.
+    mine.row_ended(3)
+    reqs[0].output_ids = [60]
+    requests = decodes(mine, reqs, [5, 5], [3, 5])
+    assert requests is not None
+    assert requests.newest_of_all is not None
+    assert requests.newest_of_all.tolist() == [60, 4]
+    # Another list of the same, without a word: that is seen where it is too short for what is asked.
+    reqs[0].output_ids = [70, 71]
+    found = decodes(mine, reqs, [6, 5], [3, 5])
+    assert found is not None
+    assert found.newest_of_all is not None
+    assert found.newest_of_all.tolist() == [71, 4]
+
+
 def test_a_step_after_one_that_was_left_out_is_looked_at_anew() -> None:
     mine, reqs = composer(), [Req("a", 3), Req("b", 5)]
     assert decodes(mine, reqs, [5, 5], [3, 5]) is not None

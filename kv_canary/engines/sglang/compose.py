@@ -21,6 +21,8 @@ _MOST_LISTS = 4
 # Rows that are taken in between two looks at whose requests have ended.
 _MOST_TAKEN = 256
 _PROMPT, _OUTPUT = attrgetter("origin_input_ids"), attrgetter("output_ids")
+# Requests, the lengths of their prompts, and the lists of what they generate.
+_Known = tuple[Sequence[Any], Int64s, list[Any]]
 # What runs for each request of a list does so without Python.
 _NEXT = (1).__add__
 
@@ -29,22 +31,31 @@ class Requests:
     """What the canary asks of SGLang's requests."""
 
     def __init__(self) -> None:
-        # Lists of requests, by their addresses, and the lengths of their prompts, which stay as they are.
-        self._prompts: OrderedDict[int, tuple[Sequence[Any], Int64s]] = OrderedDict()
+        # Lists of requests, by their addresses; the lengths of their prompts, which stay as they are; and what each has
+        # generated, in lists that grow.
+        self._known: OrderedDict[int, _Known] = OrderedDict()
 
     def prompts(self, members: Sequence[Any]) -> Int64s:
         """Return the lengths of the prompts of a list of requests that never changes."""
-        known = self._prompts.get(id(members))
-        if known is not None and known[0] is members:
-            return known[1]
-        return self.know(members, np.fromiter(map(len, map(_PROMPT, members)), np.int64, len(members)))
+        return self._of(members)[1]
 
-    def know(self, members: Sequence[Any], prompts: Int64s) -> Int64s:
-        """Take in, and return, the lengths of the prompts of a list of requests."""
-        self._prompts[id(members)] = members, prompts
-        if len(self._prompts) > _MOST_LISTS:
-            self._prompts.popitem(last=False)
-        return prompts
+    def know(self, members: Sequence[Any], prompts: Int64s, texts: list[Any]) -> _Known:
+        """Take in, and return, a list of requests, the lengths of their prompts, and their generated tokens."""
+        known = self._known[id(members)] = members, prompts, texts
+        if len(self._known) > _MOST_LISTS:
+            self._known.popitem(last=False)
+        return known
+
+    def _of(self, members: Sequence[Any]) -> _Known:
+        known = self._known.get(id(members))
+        if known is not None and known[0] is members:
+            return known
+        prompts = np.fromiter(map(len, map(_PROMPT, members)), np.int64, len(members))
+        return self.know(members, prompts, list(map(_OUTPUT, members)))
+
+    def forget(self) -> None:
+        """Ask requests anew for their prompts and texts."""
+        self._known.clear()
 
     def name(self, member: Any) -> str:
         """Return SGLang's `rid`."""
@@ -57,14 +68,21 @@ class Requests:
 
     def newest(self, members: Sequence[Any], ends: Int64s) -> Int64s | None:
         """Return the own token before each end; None where the host has not got one of them yet."""
-        at = ends - 1 - self.prompts(members)
-        texts = list(map(_OUTPUT, members))
+        _, prompts, texts = self._of(members)
+        at = ends - 1 - prompts
         if np.minimum.reduce(at) < 0:
+            texts = list(map(_OUTPUT, members))
             for i in (at < 0).nonzero()[0].tolist():
                 # From behind.
                 texts[i] = _PROMPT(members[i])
+        places = at.tolist()
         try:
-            return np.fromiter(map(getitem, texts, at.tolist()), np.int64, len(members))
+            return np.fromiter(map(getitem, texts, places), np.int64, len(members))
+        except IndexError:
+            # Not there yet; or a list was put in the place of another, which grows no more.
+            texts[:] = map(_OUTPUT, members)
+        try:
+            return np.fromiter(map(getitem, texts, places), np.int64, len(members))
         except IndexError:
             return None
 
@@ -89,6 +107,7 @@ class _Rows:
 
     def __init__(self) -> None:
         self._members: list[Any] = []
+        self._texts: list[Any] = []
         self.owners, self.identities, self.prompts = (np.zeros(0, np.int64) for _ in range(3))
         # Rows that were taken in since those of requests that have ended were let go of.
         self._taken = 0
@@ -104,23 +123,33 @@ class _Rows:
 
     def take(self, row: int, req: Any, *, owner: int, identity: int) -> None:
         """Take in whose a row is."""
-        self._members[row], self.prompts[row] = req, len(_PROMPT(req))
+        self._members[row], self._texts[row], self.prompts[row] = req, _OUTPUT(req), len(_PROMPT(req))
         self.owners[row], self.identities[row] = owner, to_signed(identity)
         self._taken += 1
+
+    def forget(self, row: int) -> None:
+        """Take in that a row may be another request's."""
+        if row < len(self._members):
+            self._members[row] = self._texts[row] = None
+
+    def texts(self, rows: Sequence[int]) -> list[Any]:
+        """Return the lists that the requests' generated tokens were in when their rows were taken in."""
+        return list(map(self._texts.__getitem__, rows))
 
     def let_go(self, compositions: Iterable[Composition | None]) -> None:
         """Keep no request but those of these compositions, now and then."""
         if self._taken < _MOST_TAKEN:
             return
-        self._taken, kept = 0, [None] * len(self._members)
+        self._taken, kept, texts = 0, [None] * len(self._members), [None] * len(self._members)
         for composition in compositions:
             for row in () if composition is None else composition.rows.tolist():
-                kept[row] = self._members[row]
-        self._members = kept
+                kept[row], texts[row] = self._members[row], self._texts[row]
+        self._members, self._texts = kept, texts
 
     def _grow(self, rows: int) -> None:
         more = max(rows, 2 * len(self._members)) - len(self._members)
         self._members += [None] * more
+        self._texts += [None] * more
         self.owners, self.identities, self.prompts = (
             np.concatenate([x, np.zeros(more, np.int64)]) for x in (self.owners, self.identities, self.prompts)
         )
@@ -158,7 +187,7 @@ class Composer:
         composition = Composition(
             reqs, rows=at, owners=known.owners[at], identities=known.identities[at], source=self._source
         )
-        self._source.know(composition.members, known.prompts[at])
+        self._source.know(composition.members, known.prompts[at], known.texts(rows))
         mine.take(reqs, composition)
         known.let_go((self._decoding.composition, self._others.composition))
         return composition
@@ -215,6 +244,12 @@ class Composer:
         if decodes:
             self._decoding.begin(requests, self._source.prompts(composition.members))
         return requests
+
+    def row_ended(self, row: int) -> None:
+        """Take in that the request of a row has given it back: if it comes again, its text may be another one."""
+        self._rows.forget(row)
+        self._source.forget()
+        self._decoding, self._others = _List(), _List()
 
     def forget(self) -> None:
         """Compose the next batch from nothing."""

@@ -139,6 +139,7 @@ class Session:
         self.left_out: Counter[str] = Counter()
         self.owners = batches.Owners()
         self._identities = Identities(counts_weights=not transfer.needs_both_records(scheduler.server_args))
+        self._composer = compose.Composer(self.owners, self._identities)
         self._patches = Patches()
         self._graphs = graphs.Graphs()
         # By runner, and whether it drafts.
@@ -212,7 +213,7 @@ class Session:
                 scheduler.tree_cache,
                 [(runner.req_to_token_pool.req_to_token, mine) for runner, mine in self._groups.items()],
                 patches=self._patches,
-                row_ended=self.manager.row_ended,
+                row_ended=self._row_ended,
                 following=self._contain,
                 completes=self.manager.completes,
             )
@@ -249,7 +250,6 @@ class Session:
             )
         )
         self._lookahead = max(g.token_offset for g in groups)
-        self._composer = compose.Composer(self.owners, self._identities)
         self._describer = batches.Describer(
             owners=self.owners,
             identities=self._identities,
@@ -593,6 +593,11 @@ class Session:
         with self._following("what was freed"):
             for pool, slots in self._lifetime.take():
                 self.manager.retire(pool, slots)
+
+    def _row_ended(self, row: int) -> None:
+        """Take in that a request has given its row back, for good or for a while."""
+        self._composer.row_ended(row)
+        self.manager.row_ended(row)
 
     def _cached(self) -> Sequence[CachedSlots]:
         return radix.cached(self.scheduler.tree_cache, self.manager.groups, anchored=self._anchored)
