@@ -148,8 +148,10 @@ def rows_of(sealed: Sealed, clock: Clock, limits: ceilings.Ceilings, counts: Seq
     """Time both ops over a pool, and yield a row for each number of slots."""
     on_gpu = sealed.device.type == "cuda"
     for op in ("seal", "verify_seals"):
-        taken = {n: ("random", sealed.random(n)) for n in counts if n < sealed.num_slots}
-        taken |= {sealed.num_slots - 1: ("range", None)}
+        taken: dict[int, tuple[str, torch.Tensor | None]] = {
+            n: ("random", sealed.random(n)) for n in counts if n < sealed.num_slots
+        }
+        taken[sealed.num_slots - 1] = "range", None
         things = {
             str(n): launchable(sealed.launch(op, slots), device=sealed.device, graph=on_gpu).launch
             for n, (_, slots) in taken.items()

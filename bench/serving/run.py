@@ -71,8 +71,8 @@ class Row:
         n: rounds.
         tokens_per_s, step_ms: medians.
         longest_step_ms, gc_longest_ms: the worst of all rounds.
-        host_us: what the canary takes of the scheduler's thread, a decode step.
-        stream_us: what its launches take up of the forwards' stream, a decode step; what else the host does meanwhile
+        host_us: what the canary takes of the scheduler's thread, a decode step or a prefill's forward.
+        stream_us: what its launches take up of the forwards' stream, likewise; what else the host does meanwhile
             counts where the stream has nothing to do.
         operations: device operations of a step that none has not, or has less of: count and microseconds.
         rounds: of each round in turn its tokens per second, its step in milliseconds, and what the canary's own clock
@@ -163,7 +163,10 @@ class Measurement:
                 at = {"requests": requests, "context": context}
                 self._rounds("prefill", rounds=1, **at)
                 found = self._rounds("prefill", **at)
-                self._take("prefill", f"{requests}x{context}", found, {})
+                more = [self._rounds("prefill", rounds=1, host=True, **at)]
+                if settings.device == "cuda":
+                    more.append(self._rounds("prefill", rounds=1, operations=True, **at))
+                self._take("prefill", f"{requests}x{context}", found, _merged(more))
             for requests, context in settings.decode:
                 at = {"requests": requests, "context": context}
                 self._rounds("load", rounds=1, **at)

@@ -156,14 +156,18 @@ class Worker:
         yield
         return {}
 
-    def do_prefill(self, *, requests: int, context: int, operations: bool = False) -> Script:
+    def do_prefill(self, *, requests: int, context: int, operations: bool = False, host: bool = False) -> Script:
         """Prefill prompts that are not cached."""
         self._flush()
         seen = DeviceOperations() if operations else None
+        clock = Clock(events=self._spec.device == "cuda") if host else None
         _, passes = yield from self._serve(requests, context, 1)
         answer: dict[str, Any] = {"tokens_per_s": requests * context / ((passes[-1].ns - passes[0].ns) / 1e9)}
+        forwards = sum(p.decodes is False for p in passes)
         if seen is not None:
-            answer["operations"] = seen.stop(sum(p.decodes is False for p in passes))
+            answer["operations"] = seen.stop(forwards)
+        if clock is not None:
+            answer |= clock.stop(forwards)
         return answer
 
     def do_load(self, *, requests: int, context: int) -> Script:

@@ -24,7 +24,7 @@ from kv_canary.runtime.host import front
 from kv_canary.runtime.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, Shape
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.repetition import Repetition
-from kv_canary.runtime.replays import Launch, layout_of, round_up, rounded
+from kv_canary.runtime.replays import Branch, Launch, layout_of, round_up, rounded
 from kv_canary.runtime.steps import Steps
 from kv_canary.runtime.tails import Advance
 from kv_canary.specs.structures import WritePlan
@@ -139,7 +139,7 @@ class SingleForwardManager:
         self._may_repeat = True
         self._advanced: Advance | None = None
         self._sheet: Sheet | None = None
-        self._replays = context.new_replays()
+        self._replays, self._branch = context.new_replays(), Branch()
         # Captures that failed: their graphs have no HEAD and TAIL, or not both.
         self._unusable: weakref.WeakSet[CapturedForward] = weakref.WeakSet()
 
@@ -614,8 +614,13 @@ class SingleForwardManager:
     def _launch_tail(self) -> None:
         for launches in self._launches:
             launches.write(self._shape)
+        # Either leaves most of a GPU idle.
+        with self._branch.beside():
+            for launches in self._launches:
+                launches.seal(self._shape)
         for launches in self._launches:
             launches.tail(self._shape)
+        self._branch.join()
         if self.inner:
             self._advance_scratch()
 

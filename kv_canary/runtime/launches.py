@@ -358,8 +358,11 @@ class GroupLaunches:
             self._write(shape, at_tail=False)
 
     def write(self, shape: Shape) -> None:
-        """Record the tokens that the model has written, and seal them."""
+        """Record the tokens that the model has written."""
         self._write(shape, at_tail=True)
+
+    def seal(self, shape: Shape) -> None:
+        """Seal the tokens that have been recorded."""
         if self.group.pool.seals is not None:
             slots = self.out_slots[: min(shape.tokens, len(self.out_slots))]
             seal_written(self._context, self.group, slots, step=self._inputs.step)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -127,6 +128,31 @@ def capture_graph(launch: Launch) -> Launch:
         if collects:
             gc.enable()
     return graph.replay
+
+
+class Branch:
+    """Launches that a graph may run beside those behind them on the stream; where none is captured, they run before."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Launch inside the block what needs all that was launched before it, and what nothing needs before `join`."""
+        if not _capturing():
+            yield
+            return
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        self._stream = stream
+        with torch.cuda.stream(stream):
+            yield
+
+    def join(self) -> None:
+        """Let what is launched from here on come behind what was launched beside."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
 
 
 def _capturing() -> bool:
