@@ -25,6 +25,7 @@ _START, _ANSWER = 300, 240
 _HOST_STEPS, _TRACED_STEPS = 64, 28
 # Cores that schedulers use; where there are no more than these, they run where they like.
 _CORES = 4
+_PAGE_WIDTH = 110
 # What CUDA graphs' sizes a service needs that has any number of requests.
 _PARTS = 8
 
@@ -328,7 +329,7 @@ def table(rows: Sequence[Row]) -> Table:
     shown.add_column("batch", no_wrap=True)
     shown.add_column("mode", no_wrap=True)
     for column in ("ratio", "range", "best", "host us", "stream us", "device ops", "gc ms"):
-        shown.add_column(column, justify="right")
+        shown.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         operations = sum(each["count"] for each in row.operations.values())
         shown.add_row(
@@ -360,7 +361,9 @@ def new_folder() -> Path:
 
 def show(rows: Sequence[Row]) -> None:
     """Print the rows."""
-    Console().print(table(rows))
+    console = Console()
+    # What is not a terminal has no width of its own.
+    (console if console.is_terminal else Console(width=_PAGE_WIDTH)).print(table(rows))
 
 
 def _cores() -> tuple[int, ...]:
