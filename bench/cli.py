@@ -189,7 +189,9 @@ def ops(
 
 @bench.command()
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to run. [default: cuda where there is one]")
-@click.option("--share", type=click.FloatRange(0, 1), default=0.005, show_default=True, help="As scrub_share is set.")
+@click.option(
+    "--share", type=click.FloatRange(0, 1), default=0.005, show_default=True, help="As scrub_share may be set."
+)
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the result here.")
 @click.option("--commit", help="The commit measured, for the JSON. [default: what git says]")
 def seals(device: str | None, share: float, json_path: Path | None, commit: str | None) -> None:

@@ -37,10 +37,12 @@ class CanaryConfig:
             last in the buffer lists of a transfer, so that one cut short is seen whichever end it lost.
         seals: keep a hash of every byte of each slot, and go round the pools verifying them: "layer" tells layers
             apart, as far as records and seals stay below 0.3 % of the pool; "model" takes all of them together; "off".
+            None: "layer" on a GPU where `track_lifetime` is on, and with `check_writes`; else "off": on a CPU it takes
+            as long as a model.
         scrub_share: share of the time that going round the pools may take.
         admission: where seals are kept, hold a request's cached prefix against them before its first forward.
         completion: likewise, hold all that a request rested on against them when it has ended.
-        check_writes: where seals are kept, hold what a forward has written against what the model has handed over to be
+        check_writes: with seals, hold what a forward has written against what the model has handed over to be
             written: an engine's adapter, or the engine itself (`CanaryManager.handed`), says what that is.
         stride: a cached position is verified on admission and then every so many steps. None: 1 on a CPU; on a GPU
             chosen, up to `max_stride`, so that the canary takes `overhead_target` of a step.
@@ -81,8 +83,8 @@ class CanaryConfig:
     read_bytes: int = 16
     verify_bytes_at_tail: bool = False
     records: Records = "one"
-    seals: Seals = "off"
-    scrub_share: float = 0.005
+    seals: Seals | None = None
+    scrub_share: float = 0.002
     admission: bool = True
     completion: bool = True
     check_writes: bool = False
@@ -129,10 +131,10 @@ class CanaryConfig:
             raise ValueError(must_be("CanaryConfig", "overhead_target", "in (0, 1]", str(self.overhead_target)))
         if not 0 <= self.scrub_share <= 1:
             raise ValueError(must_be("CanaryConfig", "scrub_share", "in [0, 1]", str(self.scrub_share)))
-        if self.seals != "off" and not self.track_lifetime:
+        if self.seals not in (None, "off") and not self.track_lifetime:
             raise ValueError(must_be("CanaryConfig", "seals", "off where track_lifetime is", self.seals))
-        if self.check_writes and self.seals == "off":
-            raise ValueError(must_be("CanaryConfig", "check_writes", "off where seals are", "on"))
+        if self.check_writes and (self.seals == "off" or not self.track_lifetime):
+            raise ValueError(must_be("CanaryConfig", "check_writes", "off where seals or track_lifetime are", "on"))
         if self.quarantine and not (self.track_lifetime and self.sweep_every):
             expected = "off where track_lifetime or sweep_every is"
             raise ValueError(must_be("CanaryConfig", "quarantine", expected, "on"))
@@ -191,6 +193,8 @@ _LEAST = {
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
+    if value is None and type(None) in kinds_of(hint):
+        return
     for kind in kinds_of(hint):
         if typing.get_origin(kind) is Literal:
             if value not in get_args(kind):

@@ -95,14 +95,19 @@ _SGL_ALL = {"SGLANG_KV_CANARY_ENABLE_MHA_V": "1", "SGLANG_KV_CANARY_ENABLE_VERIF
 
 MODES: Mapping[str, Mode] = {
     NONE: Mode(doc="no canary"),
-    "ours": Mode(environment=_OURS, doc="kv-canary as it comes"),
-    "ours_seals": Mode(
-        environment={**_OURS, "KV_CANARY_SEALS": "layer"},
+    "ours": Mode(
+        environment=_OURS,
         own_kv=True,
-        doc="the same with a hash of every byte, held against the bytes at admission, completion and by a scrub",
+        doc="kv-canary as it comes: with a hash of every byte, which is looked at when requests come and end",
+    ),
+    "ours_sampled": Mode(
+        environment={**_OURS, "KV_CANARY_SEALS": "off"},
+        doc="the same without: 16 bytes of a layer's K and V of a token",
     ),
     "ours_full": Mode(
-        environment={**_OURS, **_WHOLE}, doc="every position at every step, bytes again at TAIL, tokens and inputs"
+        environment={**_OURS, **_WHOLE},
+        own_kv=True,
+        doc="every position at every step, bytes again at TAIL, tokens and inputs",
     ),
     "sgl": Mode(arguments={"kv_canary": "log"}, doc="SGLang's own as it comes: no bytes of K or V"),
     "sgl_partial": Mode(

@@ -189,7 +189,7 @@ def _features(config: Any, canary: Any) -> Iterator[str]:
         "bytes at TAIL": canary.verify_bytes_at_tail,
         "sweeps": canary.sweep_every > 0,
         "quarantine": canary.quarantine,
-        f"seals by {canary.seals}": canary.seals != "off",
+        f"seals by {canary.seals}": canary.seals not in (None, "off"),
         "no lifetimes": not canary.track_lifetime,
     }
     if config is not None:

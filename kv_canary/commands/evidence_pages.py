@@ -35,6 +35,7 @@ Results = dict[str, Result]
 # Canaries, as `kv-canary bench engine` calls them.
 _CANARIES = {
     "ours": "kv-canary",
+    "ours_sampled": "kv-canary, without seals",
     "ours_full": "kv-canary, everything",
     "sgl": "SGLang's own",
     "sgl_all": "SGLang's own, all",

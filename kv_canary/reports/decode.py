@@ -136,11 +136,15 @@ def reason_names(reasons: int) -> tuple[str, ...]:
     return tuple(r.name or str(r) for r in Reason if r & reasons)
 
 
+# Who reads where no request does: a sweep, the scrub, a request's admission or completion.
+NOBODY = "a check between forwards"
+
+
 def who(request_id: str | None, row: int) -> str:
     """Return how a sentence calls the request behind a row."""
     if request_id:
         return f"request {printable(request_id)}"
-    return f"row {row}" if row else "the sweep"
+    return f"row {row}" if row else NOBODY
 
 
 def by_whom(record: StoredRecord) -> str:

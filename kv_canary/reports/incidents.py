@@ -11,7 +11,7 @@ from kv_canary.constants import Reason, Tag
 from kv_canary.errors import printable
 from kv_canary.reports.causes import Circumstances, cause_of_many
 from kv_canary.reports.clusters import CONTENT, Cluster, Kind, Member, clusters_of
-from kv_canary.reports.decode import Decoder, by_whom, details, is_write, reason_names
+from kv_canary.reports.decode import NOBODY, Decoder, by_whom, details, is_write, reason_names
 from kv_canary.reports.neighbourhood import Neighbourhood
 from kv_canary.reports.report import ViolationReport
 from kv_canary.specs.violation_row import ViolationRow
@@ -314,9 +314,9 @@ def goes_on(incident: Incident) -> str:
 
 
 def requests_text(names: Sequence[str], *, count: int | None = None, most: int = 4) -> str:
-    """Return "request a", "requests a, b", "the sweep" where there is none; `count` of them, some without a name."""
+    """Return "request a", "requests a, b", `NOBODY` where there is none; `count` of them, some without a name."""
     if not names:
-        return "the sweep"
+        return NOBODY
     if len(names) == 1:
         return names[0] if names[0].startswith("row ") else f"request {printable(names[0])}"
     count = max(len(names), count or 0)

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 
 from kv_canary.backends import select_backend
-from kv_canary.config import CanaryConfig
+from kv_canary.config import CanaryConfig, Seals
 from kv_canary.constants import Tag
 from kv_canary.errors import must_be
 from kv_canary.runtime.capacities import CanaryLaunchCapacities, CanaryLimits
@@ -52,11 +52,11 @@ class CanaryContext:
         if config.records == "head_and_tail":
             for pool in self.pools:
                 pool.keep_head_records()
-        if config.seals != "off" and config.mode != "off":
+        if self.seals != "off":
             # Nobody outside can make bytes that fit a seal: the seed is of this process alone.
             seed = secrets.randbits(63)
             for pool in self.pools:
-                pool.keep_seals(by_layer=config.seals == "layer", seed=seed)
+                pool.keep_seals(by_layer=self.seals == "layer", seed=seed)
         self.state = CanaryDeviceState(
             replays=self.new_replays(),
             max_rows=limits.max_rows,
@@ -67,6 +67,17 @@ class CanaryContext:
         )
         self.oracle = TokenOracle(max_rows=limits.max_rows, device=self.device)
         self._endpoints: dict[tuple[str, Tag, bool], Endpoint] = {}
+
+    @property
+    def seals(self) -> Seals:
+        """Which seals are kept."""
+        config = self.config
+        if self.is_off:
+            return "off"
+        if config.seals is None:
+            on_gpu = self.device.type == "cuda" and config.track_lifetime
+            return "layer" if on_gpu or config.check_writes else "off"
+        return config.seals
 
     @property
     def is_off(self) -> bool:

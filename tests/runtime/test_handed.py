@@ -200,8 +200,9 @@ def test_what_cannot_be_is_told() -> None:
             engine.manager.handed(*arguments)
     # A pool that is not sealed has nothing to hold it against.
     engine.manager.handed(make_pool(), 0, rows, rows)
-    with pytest.raises(ValueError, match="check_writes must be off where seals are, got on"):
-        kc.CanaryConfig(check_writes=True)
+    for without in ({"seals": "off"}, {"track_lifetime": False}):
+        with pytest.raises(ValueError, match="check_writes must be off where seals or track_lifetime are, got on"):
+            kc.CanaryConfig(check_writes=True, **without)
 
 
 def test_where_it_is_off_nothing_is_kept() -> None:

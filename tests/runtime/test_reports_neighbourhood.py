@@ -174,7 +174,7 @@ def test_a_sweep_s_finding_is_shown_among_the_slots_beside_it() -> None:
     engine.manager.flush()
     incident = engine.manager.accounts.incidents[0]
     assert (incident.tags, incident.requests, incident.slots) == (("SWEEP_FULL",), (), ((5, 5),))
-    assert "the sweep reads position 4 in slot 5 of full: K" in incident.sentence
+    assert "a check between forwards reads position 4 in slot 5 of full: K" in incident.sentence
     found = incident.neighbourhood
     assert found is not None
     assert found.request is None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 import kv_canary as kc
 from kv_canary.difftest.simulator.scripted_engine import kv_source
+from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.history import StepHistory, StepRecord
 from kv_canary.runtime.seals import SCRUB_EVERY
 
@@ -244,6 +248,28 @@ def test_settings_are_checked() -> None:
         kc.CanaryConfig(scrub_share=2)
     with pytest.raises(ValueError, match="kv-canary: CanaryConfig: seals must be one of layer, model, off"):
         kc.CanaryConfig(seals="pages")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "expected"),
+    [
+        ("cuda", {}, "layer"),
+        ("cuda", {"seals": "off"}, "off"),
+        ("cuda", {"seals": "model"}, "model"),
+        ("cuda", {"track_lifetime": False}, "off"),
+        ("cuda", {"mode": "off"}, "off"),
+        ("cpu", {}, "off"),
+        ("cpu", {"check_writes": True}, "layer"),
+        ("cpu", {"seals": "layer"}, "layer"),
+        ("cpu", {"seals": "layer", "mode": "off"}, "off"),
+    ],
+)
+def test_seals_are_kept_on_a_gpu_unless_it_is_said_otherwise(
+    device: str, settings: dict[str, Any], expected: str
+) -> None:
+    config = kc.CanaryConfig(**settings)
+    context = SimpleNamespace(config=config, is_off=config.mode == "off", device=torch.device(device))
+    assert CanaryContext.seals.fget(context) == expected  # type: ignore[attr-defined]
 
 
 def test_a_report_says_who_has_read_the_slot_since_it_was_last_good() -> None:
