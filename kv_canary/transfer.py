@@ -1,8 +1,9 @@
 """Handing a pool's KV and records to another process: what a prefill process sends, and how decode takes it in.
 
 A pool that keeps two record buffers (`records="head_and_tail"`) is sent as one list of buffers, HEAD's records first
-and TAIL's last, so that a transfer cut short is seen whichever end it lost. The sender has nothing else to do. The
-receiver compares geometries once per sender, and lands every request before the first forward that uses it.
+and TAIL's last, so that a transfer cut short is seen whichever end it lost. Its seals, where it keeps them, cross too,
+and every byte that arrives is held against them. The sender has nothing else to do. The receiver compares geometries
+once per sender, and lands every request before the first forward that uses it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class TransferBuffer:
     """One entry of a transfer list: page p is `item_bytes` bytes at `address + p * stride_bytes`.
 
     Args:
-        name: "HEAD", "K of <layer>", "V of <layer>" or "TAIL".
+        name: "HEAD", "SEALS", "K of <layer>", "V of <layer>", "FILLER" or "TAIL".
         pages: uint8 [num_pages, item_bytes], a view of the engine's memory. Page p holds the slots
             [p * page_size, (p + 1) * page_size), plus the `slot_bias` of the pool's sources.
     """
@@ -81,6 +82,9 @@ class Landing:
 def buffers(pool: KvPool, *, page_size: int | None = None) -> tuple[TransferBuffer, ...]:
     """Return the pool's transfer list: HEAD's records, K layer by layer, V layer by layer, TAIL's records.
 
+    Where the pool keeps seals, they come behind HEAD's records; before TAIL's is then a buffer that says nothing, so
+    that both halves of a list of K and V stay equally long.
+
     Args:
         pool: of a canary with `records="head_and_tail"`.
         page_size: tokens in a page of the transfer; None: in a row of the pool's sources.
@@ -102,16 +106,20 @@ def buffers(pool: KvPool, *, page_size: int | None = None) -> tuple[TransferBuff
     ]
     [bias] = biases
     count = min((pool.num_slots - bias) // size, *(len(pages) for _, pages in layers))
-    head, tail = (
-        records[bias : bias + count * size].view(torch.uint8).view(count, size * _RECORD_BYTES)
-        for records in (pool.head_records, pool.records)
+    front, back = [("HEAD", pool.head_records)], [("TAIL", pool.records)]
+    if pool.seals is not None:
+        front.append(("SEALS", pool.seals.words))
+        back.insert(0, ("FILLER", pool.seals.filler))
+    before, behind = (
+        [(name, words[bias : bias + count * size].view(torch.uint8).view(count, -1)) for name, words in part]
+        for part in (front, back)
     )
-    entries = [("HEAD", head), *layers, ("TAIL", tail)]
+    entries = [*before, *layers, *behind]
     return tuple(TransferBuffer(name=name, pages=pages[:count]) for name, pages in entries)
 
 
 def geometry_word(pool: KvPool) -> int:
-    """Return 64 bits, unsigned, that name which bytes of each token the pool's fingerprints cover.
+    """Return 64 bits, unsigned, that name which bytes of each token the pool's fingerprints and seals cover.
 
     The same in every process and version of Python. Page sizes and offsets play no part: a token's fingerprint is the
     same wherever the token lies.
@@ -124,7 +132,12 @@ def geometry_word(pool: KvPool) -> int:
             numbers = (len(source.layers), source.num_windows, source.bytes_per_token, read_bytes)
         for number in numbers:
             word = mix(word ^ number)
-    return word
+    return word if pool.seals is None else mix(word ^ pool.seals.layers_per_band)
+
+
+def is_of_the_canary(buffer: TransferBuffer) -> bool:
+    """Whether an entry of a transfer list holds what is the canary's own, and no K or V."""
+    return buffer.name in ("HEAD", "SEALS", "FILLER", "TAIL")
 
 
 def compare_geometry(pool: KvPool, theirs: int) -> bool:
@@ -160,7 +173,8 @@ def land(
     To be called once the bytes have arrived, on the stream of the forwards, before the first forward that uses the
     slots. The sender's stamp means nothing here, and a page's last owner may have left records past the length; either
     would look like a second owner. Records that were retired, or never written, are cleared: what did not arrive is
-    then reported as never written.
+    then reported as never written. Bytes that differ from the seals that came with them are reported with the findings
+    of the next step (`CanaryConfig.admission`).
 
     Args:
         manager: the receiver's canary.
@@ -187,8 +201,12 @@ def land(
     sources = slots.clone()
     sources[length:] = 0
     manager.move(pool, sources, slots, owner=owner)
-    if not same_geometry:
+    if same_geometry:
+        # What came with seals is held against them.
+        manager.arrived(pool, slots[:length], pool.take_seals(slots[:length]))
+    else:
         _fingerprint_anew(manager, pool, slots[:length])
+        pool.drop_seals(slots[:length])
     uncovered = 0 if same_geometry else length
     manager.accounts.uncovered += uncovered
     return Landing(received=length, cleared=len(slots) - length, uncovered=uncovered)

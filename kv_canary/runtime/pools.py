@@ -29,12 +29,14 @@ class PoolSeals:
         layers_per_band: layers that one word is of.
         seed: of the hash.
         everything: int64 [2], the span of all there is.
+        filler: int64 [slots] of nothing, that goes with the words where they are sent; see `kv_canary.transfer`.
     """
 
     words: torch.Tensor
     layers_per_band: int
     seed: int
     everything: torch.Tensor
+    filler: torch.Tensor
 
 
 class KvPool:
@@ -93,6 +95,8 @@ class KvPool:
             layers_per_band=per_band,
             seed=seed,
             everything=torch.tensor([0, (1 << 63) - 1], dtype=torch.int64, device=device),
+            # Only a pool that may be sent has both records, which comes before this.
+            filler=torch.zeros(0 if self.head_records is None else shape[0], dtype=torch.int64, device=device),
         )
 
     def take_seals(self, slots: torch.Tensor) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ from kv_canary.difftest.stress import transfer as campaign
 from kv_canary.difftest.stress.transfer_faults import FAULTS
 from kv_canary.runtime.aside import write_aside
 from kv_canary.runtime.tails import anchor_of
-from kv_canary.transfer import Landing, buffers, compare_geometry, geometry_word, land
+from kv_canary.transfer import Landing, buffers, compare_geometry, geometry_word, is_of_the_canary, land
 
 from .engine import BYTES, Engine, full_engine, make_pool
 
@@ -60,6 +60,45 @@ def test_heads_records_are_first_and_tails_last_and_both_halves_are_equally_long
 
 def test_a_pool_without_v_has_a_list_without_v() -> None:
     assert [e.name for e in buffers(pool_of(source(layers=1), None))] == ["HEAD", "K of first", "TAIL"]
+
+
+def test_seals_are_sent_with_records_and_both_halves_stay_equally_long() -> None:
+    pool = pool_of(source(slot_bias=1), source(slot_bias=1), num_slots=33)
+    before = geometry_word(pool)
+    pool.keep_seals(by_layer=False, seed=3)
+    assert pool.seals is not None
+    names = ["HEAD", "SEALS", "K of first", "K of layer 1", "V of first", "V of layer 1", "FILLER", "TAIL"]
+    entries = buffers(pool)
+    assert [e.name for e in entries] == names
+    assert [is_of_the_canary(e) for e in entries] == [True, True, False, False, False, False, True, True]
+    assert entries[1].address == pool.seals.words[1].data_ptr()
+    assert entries[1].item_bytes == 4 * 8 * pool.seals.words.shape[1]
+    assert {e.num_pages for e in entries} == {8}
+    # The other side must have seals that are as fine.
+    assert geometry_word(pool) != before
+
+
+@pytest.mark.parametrize("same_geometry", [True, False])
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_what_lands_is_held_against_the_seals_that_came_with_it(is_damaged: bool, same_geometry: bool) -> None:
+    ours, theirs = (landing_engine(seals="layer", scrub_share=0.0) for _ in range(2))
+    sender, receiver = ours.manager.pools[0], theirs.manager.pools[0]
+    ours.step((ours.add("a", 16), 12))
+    for mine, there in zip(buffers(sender, page_size=4), buffers(receiver, page_size=4), strict=True):
+        there.pages.copy_(mine.pages)
+    slots = torch.arange(1, 17)
+    if is_damaged:
+        assert receiver.v_source is not None
+        receiver.v_source.layers[1][6, 31] ^= 1
+    land(theirs.manager, receiver, slots=slots, length=12, owner=77, same_geometry=same_geometry)
+    found = [(r.slot, r.reasons) for r in theirs.found()]
+    assert found == ([(6, ("SEAL_V",))] if is_damaged and same_geometry else [])
+    theirs.manager.scrub()
+    theirs.manager.flush()
+    scrub = theirs.manager.summary().scrub
+    assert scrub is not None
+    # They are of the receiver's records now; without seals that hold, it has none.
+    assert (scrub.verified, scrub.unsealed) == ((12, 0) if same_geometry else (0, 12))
 
 
 @pytest.mark.parametrize("page_size", [4, 8])

@@ -251,10 +251,12 @@ class _Role:
         lists += [("swa ", *state) for state in states]
         entries = []
         for prefix, addresses, lengths, page_bytes in lists:
-            layers = (len(addresses) - 2) // 2 if self._session() else len(addresses) // 2
-            names = [f"{half}{layer}" for half in "KV" for layer in range(layers)]
-            if self._session():
-                names = ["HEAD", *names, "TAIL"]
+            session = self._session()
+            before, behind = ([], []) if session is None else (["HEAD"], ["TAIL"])
+            if session is not None and session.manager.pools[0].seals is not None:
+                before, behind = [*before, "SEALS"], ["FILLER", *behind]
+            layers = (len(addresses) - 2 * len(before)) // 2
+            names = [*before, *(f"{half}{layer}" for half in "KV" for layer in range(layers)), *behind]
             for name, address, length, size in zip(names, addresses, lengths, page_bytes, strict=False):
                 part = prefix + name
                 entries.append(pd_transfer_engine.Entry(part=part, address=address, length=length, page_bytes=size))

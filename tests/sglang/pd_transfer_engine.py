@@ -28,6 +28,7 @@ class Copy:
         page: its number on this side.
         source, target: addresses, here and on the other side.
         length: bytes.
+        flipped: a bit of them that changes on the way; None: none does.
     """
 
     part: str
@@ -35,6 +36,7 @@ class Copy:
     source: int
     target: int
     length: int
+    flipped: int | None = None
 
 
 Fault = Callable[[list[Copy]], list[Copy]]
@@ -85,18 +87,23 @@ class TransferEngine:
         self, session: str, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]
     ) -> int:
         blocks = list(zip(sources, targets, lengths, strict=True))
+        flips: list[int | None] = [None] * len(blocks)
         if self.fault is not None:
             copies = [c for block in blocks for c in self._pages(*block)]
             others = [block for block in blocks if not self._pages(*block)]
             copies = type(self).fault(copies) if copies else []
             blocks = others + [(c.source, c.target, c.length) for c in copies]
+            flips = [None] * len(others) + [c.flipped for c in copies]
         if not all(self._is_registered(source, length) for source, _, length in blocks):
             return -1
         host, port = session.rsplit(":", 1)
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(_COUNT.pack(len(blocks)))
-            for source, target, length in blocks:
-                connection.sendall(_BLOCK.pack(target, length) + ctypes.string_at(source, length))
+            for (source, target, length), flipped in zip(blocks, flips, strict=True):
+                data = bytearray(ctypes.string_at(source, length))
+                if flipped is not None:
+                    data[flipped // 8] ^= 1 << flipped % 8
+                connection.sendall(_BLOCK.pack(target, length) + data)
             (answer,) = _ANSWER.unpack(_receive(connection, _ANSWER.size))
         return int(answer)
 
@@ -190,6 +197,16 @@ def window_page_dropped(copies: list[Copy]) -> list[Copy]:
     return [c for c in copies if not windowed or c.page != _page(windowed, 1)]
 
 
+def k_bit(copies: list[Copy]) -> list[Copy]:
+    """A bit of K of a middle layer changes in the second page."""
+    return _flipped(copies, "K1")
+
+
+def v_bit(copies: list[Copy]) -> list[Copy]:
+    """A bit of V likewise."""
+    return _flipped(copies, "V1")
+
+
 FAULTS: dict[str, Fault] = {
     f.__name__: f
     for f in (
@@ -201,8 +218,17 @@ FAULTS: dict[str, Fault] = {
         start_cut,
         end_cut,
         window_page_dropped,
+        k_bit,
+        v_bit,
     )
 }
+
+
+def _flipped(copies: list[Copy], part: str) -> list[Copy]:
+    page = _page(copies, 1)
+    return [
+        dataclasses.replace(c, flipped=4 * c.length + 43) if (c.part, c.page) == (part, page) else c for c in copies
+    ]
 
 
 def _page(copies: list[Copy], number: int) -> int:

@@ -21,6 +21,8 @@ FOUND: dict[str, tuple[set[str], set[str]]] = {
     "start_cut": ({"NEVER_WRITTEN"}, set()),
     "end_cut": (set(), {"NEVER_WRITTEN"}),
 }
+# A bit of a byte that HEAD does not look at.
+SEALED = ("k_bit", "v_bit")
 WINDOWED = {"window_page_dropped": ({"NEVER_WRITTEN"}, {"NEVER_WRITTEN"})}
 
 Results = dict[str, dict[str, list[Outcome]]]
@@ -77,6 +79,18 @@ def _scenes(llama: str, mellum: str, eagle: tuple[str, str]) -> dict[str, Scene]
             prefill_environ={"KV_CANARY_TRACK_LIFETIME": "0"},
             decode={"max_total_tokens": 256, "num_reserved_decode_tokens": 8},
         ),
+        "sealed": Scene(
+            model=llama,
+            rounds=[first, second, *(Round(prompts={name: some(60)}, fault=name) for name in SEALED), again],
+            both=pages,
+            environ={"KV_CANARY_SEALS": "layer", "KV_CANARY_READ_BYTES": "1"},
+        ),
+        "windows, sealed": Scene(
+            model=mellum,
+            rounds=[first, second, again],
+            both={"disable_overlap_schedule": False, "page_size": 8},
+            environ={"KV_CANARY_SEALS": "layer"},
+        ),
         "prefill only": Scene(model=llama, rounds=[first, second], both=pages, guarded=["prefill"]),
         "decode only": Scene(model=llama, rounds=[first, second], both=pages, guarded=["decode"]),
         "speculative": Scene(
@@ -90,7 +104,7 @@ def _scenes(llama: str, mellum: str, eagle: tuple[str, str]) -> dict[str, Scene]
 
 SCENES = tuple(_scenes("", "", ("", "")))
 # Those where both sides have a canary, and nothing keeps the records from crossing.
-CROSSING = ("pages", "windows", "cached", "retracted", "given up", "tight", "speculative")
+CROSSING = ("pages", "windows", "cached", "retracted", "given up", "tight", "speculative", "sealed", "windows, sealed")
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +178,25 @@ def test_a_fault_of_the_transfer_is_found_by_the_first_forward(scenes, results, 
         assert f"written by request {fault} " in outcome.reports[0]["sentence"]
 
 
+@pytest.mark.parametrize("fault", SEALED)
+def test_a_bit_of_any_byte_that_changes_on_the_way_is_found_where_it_arrives(scenes, results, fault):
+    [i] = [i for i, r in enumerate(scenes["sealed"].rounds) if r.fault == fault]
+    outcome = results["sealed"]["decode"][i]
+    assert outcome.found("SWEEP") == {None: {f"SEAL_{fault[0].upper()}"}}
+    assert outcome.found("HEAD") == outcome.found("TAIL") == {}
+    # Before the first forward that reads it.
+    first_step = results["sealed"]["decode"][i - 1].summary["steps"] + 1
+    assert min(report["step"] for report in outcome.reports) <= first_step
+
+
+@pytest.mark.parametrize("name", ["sealed", "windows, sealed"])
+def test_all_that_arrives_is_held_against_the_seals_that_came_with_it(scenes, results, name):
+    audits = results[name]["decode"][-1].summary["audits"]
+    assert audits["unsealed"] == 0
+    # Of a window only the last pages are sent.
+    assert audits["admitted"] >= prompt_tokens(scenes[name], healthy(scenes[name])) // (1 if name == "sealed" else 2)
+
+
 def test_requests_that_were_put_off_come_back_with_their_records(results):
     outcome = results["retracted"]["decode"][0]
     assert outcome.retracted > 0
@@ -177,18 +210,21 @@ def test_where_the_other_side_has_no_canary_kv_is_taken_as_it_comes(scenes, resu
     assert summary["positions_verified"] == summary["positions_relied_on"] > 0
 
 
-def _lists_of(pool: Any, *, page_size: int) -> tuple[Any, Any]:
+def _lists_of(pool: Any, *, page_size: int, seals: bool = False) -> tuple[Any, Any]:
     """Return the lists of a pool with the records in them, and what the engine keeps of them."""
     from kv_canary.engines.patches import Patches
     from kv_canary.engines.sglang import pools, transfer_lists
-    from kv_canary.transfer import buffers
+    from kv_canary.transfer import buffers, is_of_the_canary
 
     patches = Patches()
     [group] = pools.attach(pool, name="", read_bytes=16)
     group.pool.keep_head_records()
-    head, *_, tail = buffers(group.pool, page_size=page_size)
-    patches.wrap(pool, "get_contiguous_buf_infos", transfer_lists._with(head, tail))
-    lists = transfer_lists.Lists(layout="here", records=(head, tail), groups=frozenset({group.name}))
+    if seals:
+        group.pool.keep_seals(by_layer=True, seed=1)
+    entries = buffers(group.pool, page_size=page_size)
+    mine = tuple(filter(is_of_the_canary, entries))
+    patches.wrap(pool, "get_contiguous_buf_infos", transfer_lists._with(entries))
+    lists = transfer_lists.Lists(layout="here", records=mine, groups=frozenset({group.name}))
     addresses, lengths, item_lens = pool.get_contiguous_buf_infos()
     args = SimpleNamespace(
         kv_data_ptrs=addresses,
@@ -272,8 +308,9 @@ def _sender(args: Any, peer: Any) -> Any:
     return manager
 
 
+@pytest.mark.parametrize("seals", [False, True], ids=["records", "records and seals"])
 @pytest.mark.parametrize("how", ["alike", "no records", "more heads", "draft model"])
-def test_every_copy_lands_in_the_entry_that_it_is_of(how, monkeypatch):
+def test_every_copy_lands_in_the_entry_that_it_is_of(how, seals, monkeypatch):
     """SGLang's own arithmetic over lists with records in them, for peers of every kind."""
     import numpy as np
     from sglang.srt.disaggregation.mooncake import conn
@@ -285,8 +322,9 @@ def test_every_copy_lands_in_the_entry_that_it_is_of(how, monkeypatch):
         monkeypatch.setattr(conn.MooncakeKVManager, name, getattr(conn.MooncakeKVManager, name))
     monkeypatch.setattr(conn, "get_memory", lambda: SimpleNamespace(enable_unified_memory=False))
     page = 4
-    mine, args = _lists_of(_pool(page_size=page), page_size=page)
-    theirs, their_args = _lists_of(_pool(page_size=page), page_size=page)
+    mine, args = _lists_of(_pool(page_size=page), page_size=page, seals=seals)
+    theirs, their_args = _lists_of(_pool(page_size=page), page_size=page, seals=seals)
+    ours = 2 if seals else 1
     bare = transfer_lists._without(theirs, _Manager(their_args)).kv_args
     there = their_args if how == "alike" else bare
     targets, item_lens = list(there.kv_data_ptrs), list(there.kv_item_lens)
@@ -306,13 +344,13 @@ def test_every_copy_lands_in_the_entry_that_it_is_of(how, monkeypatch):
     copies = manager.engine.copies
     sent = {args.kv_data_ptrs.index(_entry_of(args, source)) for source, _, _ in copies}
     # HEAD's records, three layers of K and of V, TAIL's records; to a peer without records, what is between them.
-    assert sent == set(range(8) if how == "alike" else range(1, 7))
+    assert sent == set(range(6 + 2 * ours) if how == "alike" else range(ours, 6 + ours))
     for source, target, length in copies:
         entry = args.kv_data_ptrs.index(_entry_of(args, source))
         page_bytes = args.kv_item_lens[entry]
         row = (source - args.kv_data_ptrs[entry]) // page_bytes
         place = dict(zip(pages.tolist(), places.tolist(), strict=True))[row]
-        there_entry = entry if how == "alike" else entry - 1
+        there_entry = entry if how == "alike" else entry - ours
         there_bytes = item_lens[there_entry] // heads
         assert there_bytes * place <= target - targets[there_entry] < there_bytes * (place + 1)
         assert length <= there_bytes

@@ -1,7 +1,8 @@
 """The records in SGLang's transfer lists: put there, agreed upon by both sides, and left out for a peer without them.
 
-A list has an entry for every layer's K, then for every layer's V; HEAD's records come before them and TAIL's behind, so
-that both halves stay equally long, and that a transfer cut short is seen whichever end it lost. SGLang pairs entries
+A list has an entry for every layer's K, then for every layer's V; HEAD's records (and seals, where there are any) come
+before them and TAIL's behind, so that both halves stay equally long, and that a transfer cut short is seen whichever
+end it lost. SGLang pairs entries
 of equal lists by position, each with its own page length, so that further entries cross like layers.
 With unequal lists it guesses: halves are taken for K and V, the first entry's page length for that of all, and what a
 peer has more for a draft model's. Records must then not be in either list, or they would be written over KV. So the
@@ -15,14 +16,14 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, takewhile
 from typing import Any
 
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.sglang import support
 from kv_canary.identity import identity_word
 from kv_canary.runtime.pools import BufferGroup
-from kv_canary.transfer import TransferBuffer, buffers, geometry_word
+from kv_canary.transfer import TransferBuffer, buffers, geometry_word, is_of_the_canary
 
 logger = logging.getLogger("kv_canary")
 
@@ -99,11 +100,11 @@ def splice(scheduler: Any, attached: Sequence[Attached], *, patches: Patches) ->
     records: list[TransferBuffer] = []
     for pool, groups in attached:
         for group in groups:
-            head, *_, tail = buffers(group.pool, page_size=scheduler.page_size)
-            records += (head, tail)
+            entries = buffers(group.pool, page_size=scheduler.page_size)
+            records += filter(is_of_the_canary, entries)
             _, _, item_lens = getattr(pool, _method(group))()
             said += [group.token_offset, group.window, geometry_word(group.pool), len(item_lens), *item_lens]
-            patches.wrap(pool, _method(group), _with(head, tail))
+            patches.wrap(pool, _method(group), _with(entries))
     lists = Lists(
         layout=f"kv-canary {identity_word(*said):016x}",
         records=tuple(records),
@@ -122,13 +123,17 @@ def _method(group: BufferGroup) -> str:
     return "get_contiguous_buf_infos" if group.lut is None else "get_state_buf_infos"
 
 
-def _with(head: TransferBuffer, tail: TransferBuffer) -> Callable[..., Any]:
+def _with(entries: Sequence[TransferBuffer]) -> Callable[..., Any]:
+    """Return what puts the canary's own of these entries around those that an engine lists."""
+    before = list(takewhile(is_of_the_canary, entries))
+    behind = list(filter(is_of_the_canary, entries))[len(before) :]
+
     def listed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[int], list[int], list[int]]:
         addresses, lengths, item_lens = original(*args, **kwargs)
         return (
-            [head.address, *addresses, tail.address],
-            [head.num_bytes, *lengths, tail.num_bytes],
-            [head.item_bytes, *item_lens, tail.item_bytes],
+            [*(e.address for e in before), *addresses, *(e.address for e in behind)],
+            [*(e.num_bytes for e in before), *lengths, *(e.num_bytes for e in behind)],
+            [*(e.item_bytes for e in before), *item_lens, *(e.item_bytes for e in behind)],
         )
 
     return listed
