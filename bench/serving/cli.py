@@ -8,7 +8,10 @@ from pathlib import Path
 
 import click
 
-_MODELS, _MODES = ("8b", "1b", "tiny"), ("none", "ours", "ours_sampled", "ours_full", "sgl", "sgl_partial", "sgl_all")
+_MODELS, _MODES = (
+    ("8b", "1b", "tiny"),
+    ("none", "ours", "ours_sampled", "ours_writes", "ours_full", "sgl", "sgl_partial", "sgl_all"),
+)
 
 
 def _batches(_ctx: click.Context, _parameter: click.Parameter, text: str) -> tuple[tuple[int, ...], ...]:
@@ -36,7 +39,7 @@ def _names(known: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, 
     default="none,ours,sgl",
     show_default=True,
     callback=_names(_MODES),
-    help="Canaries: none, ours, ours_sampled, ours_full, sgl (SGLang's own), sgl_partial, sgl_all.",
+    help="Canaries: none, ours, ours_sampled, ours_writes, ours_full, sgl (SGLang's own), sgl_partial, sgl_all.",
 )
 @click.option(
     "--decode", default="256x1024,64x2048", show_default=True, callback=_batches, help="Requests x context, by commas."

@@ -104,6 +104,11 @@ MODES: Mapping[str, Mode] = {
         environment={**_OURS, "KV_CANARY_SEALS": "off"},
         doc="the same without: 16 bytes of a layer's K and V of a token",
     ),
+    "ours_writes": Mode(
+        environment={**_OURS, "KV_CANARY_CHECK_WRITES": "1"},
+        own_kv=True,
+        doc="kv-canary as it comes, and what the model hands over held against what lies there",
+    ),
     "ours_full": Mode(
         environment={**_OURS, **_WHOLE},
         own_kv=True,

@@ -303,6 +303,9 @@ class Measurement:
             status = answers[0] if answers else {}
             if status.get("violations"):
                 wrong.append(f"{status['violations']} violations")
+            writes = status.get("writes")
+            if writes is not None and (writes["unknown"] or not writes["slots"]):
+                wrong.append(f"writes: {writes}")
             if status.get("failures"):
                 wrong.append(f"failures: {status['failures']}")
             for row in self.rows if wrong else ():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import hashlib
 import itertools
@@ -324,6 +325,7 @@ class Worker:
             "relied_on": summary.positions_relied_on,
             "verified": summary.positions_verified,
             "violations": summary.violations,
+            "writes": None if summary.writes is None else dataclasses.asdict(summary.writes),
         }
 
 

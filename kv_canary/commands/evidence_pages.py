@@ -36,6 +36,7 @@ Results = dict[str, Result]
 _CANARIES = {
     "ours": "kv-canary",
     "ours_sampled": "kv-canary, without seals",
+    "ours_writes": "kv-canary, writes too",
     "ours_full": "kv-canary, everything",
     "sgl": "SGLang's own",
     "sgl_all": "SGLang's own, all",

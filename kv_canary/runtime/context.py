@@ -119,9 +119,7 @@ class CanaryContext:
 
     def new_replays(self) -> Replays:
         """Return what runs launches: on a GPU, with Triton, by graphs where they come again, unless that is off."""
-        # What was handed over is looked at by launches that allocate.
-        may_replay = self.config.own_graphs and not self.config.check_writes
-        own_graphs = may_replay and self.device.type == "cuda" and self.backend == "triton"
+        own_graphs = self.config.own_graphs and self.device.type == "cuda" and self.backend == "triton"
         return Replays(capture_graph if own_graphs else None)
 
     def _keeps_tokens(self) -> bool:

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import kv_canary as kc
+from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.replays import Replays
 
 from .engine import BYTES, LAYERS, Engine, full_engine, make_pool
 
@@ -79,6 +81,23 @@ BUGS: dict[Callable[[Rows, torch.Tensor], None], tuple[list[int], set[str]]] = {
     dropped: ([0], {"SEAL_V"}),
     rotated: ([0, 1, 2, 3, 4], {"SEAL_K"}),
 }
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let launches be for rounded sizes and by graphs, which only call them here."""
+    monkeypatch.setattr(CanaryContext, "new_replays", lambda _: Replays(lambda launch: launch))
+
+
+@pytest.mark.usefixtures("replayed")
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_launches_that_are_replayed_find_the_same(bug: Callable[[Rows, torch.Tensor], None]) -> None:
+    test_what_the_writing_forward_spoils_is_found_in_that_forward(bug, "reference")
+
+
+@pytest.mark.usefixtures("replayed")
+def test_launches_that_are_replayed_are_silent_in_healthy_forwards() -> None:
+    test_healthy_forwards_are_silent_whatever_they_are_like("reference")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,8 +2,8 @@
 
 A list has an entry for every layer's K, then for every layer's V; HEAD's records (and seals, where there are any) come
 before them and TAIL's behind, so that both halves stay equally long, and that a transfer cut short is seen whichever
-end it lost. SGLang pairs entries
-of equal lists by position, each with its own page length, so that further entries cross like layers.
+end it lost. SGLang pairs entries of equal lists by position, each with its own page length, so that further entries
+cross like layers.
 With unequal lists it guesses: halves are taken for K and V, the first entry's page length for that of all, and what a
 peer has more for a draft model's. Records must then not be in either list, or they would be written over KV. So the
 decode side compares a word, which the prefill side publishes as its `kv_layout`. Where it differs, both sides leave
