@@ -89,15 +89,16 @@ class HandedOver:
         kept.marks[layer].copy_(self._forward[0])
         return True
 
-    def check(self, group: BufferGroup, slots: torch.Tensor, step: torch.Tensor) -> None:
+    def check(self, group: BufferGroup, slots: torch.Tensor, step: torch.Tensor, *, count: torch.Tensor) -> None:
         """Let the seals of what a forward has written be of what was handed over, and hold the pool against them.
 
         Behind `seal_written`; where not all layers were handed over in this very forward, nothing is done.
 
         Args:
             group: that the forward has written.
-            slots: int64 [tokens] that it was to write to.
+            slots: int64 [tokens] that it was to write to, and padding behind them, which may be any slots.
             step: its number, int64 [1].
+            count: int64 [1] on the device, how many of them are none.
         """
         context, pool = self._context, group.pool
         kept, seals = self._kept.get(pool), pool.seals
@@ -117,7 +118,7 @@ class HandedOver:
         )
         whole = (kept.marks == self._forward).all()
         self._partly += ~whole
-        inside = (slots > 0) & (slots < pool.num_slots)
+        inside = (given <= count) & (slots > 0) & (slots < pool.num_slots)
         there = torch.where(inside, slots, 0)
         records, words = pool.records[there], seals.words[there]
         writer = records[:, WRITER_WORD]

@@ -367,7 +367,9 @@ class GroupLaunches:
             slots = self.out_slots[: min(shape.tokens, len(self.out_slots))]
             seal_written(self._context, self.group, slots, step=self._inputs.step)
             if self._handed.is_on:
-                self._handed.check(self.group, slots, self._inputs.step)
+                # Of as many requests as there are launches for, the padding among them has no tokens.
+                count = self.write_plan.offsets[shape.requests : shape.requests + 1]
+                self._handed.check(self.group, slots, self._inputs.step, count=count)
 
     def tail(self, shape: Shape) -> None:
         """Verify the slots that HEAD resolved."""
