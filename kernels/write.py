@@ -66,6 +66,10 @@ _SLOT_RANGE = tl.constexpr(int(Reason.SLOT_RANGE))
 _OVERWRITE = tl.constexpr(int(Reason.OVERWRITE))
 _M = tl.constexpr(CHAIN_MULTIPLIER)
 _PREFIX = tl.constexpr(int(Reason.PREFIX))
+# A slot's mark: a flat input in the low bits, and so many bits of the step above.
+_MARK_BITS = tl.constexpr(32)
+_MARK_INPUTS = tl.constexpr((1 << 32) - 1)
+_MARK_STEPS = tl.constexpr((1 << 31) - 1)
 _BATCH = tl.constexpr(int(Reason.BATCH))
 
 
@@ -219,6 +223,37 @@ def _share_slots(plan, inputs, records, n, slot, LANES: tl.constexpr):
 
 
 @triton.jit
+def _mark_slots(plan, inputs, num_slots, marks_ptr, n, first, programs, TILE: tl.constexpr):
+    """Leave in each slot's mark the last flat input before the plan's last offset that has it, and the step.
+
+    Whatever the marks held: one that is of this step afterwards is of no input before the slot's last one.
+    """
+    end, step = _last_offset(plan, inputs, n), (tl.load(inputs.step) & _MARK_STEPS) << _MARK_BITS
+    for begin_ in range(first * TILE, end, programs * TILE):
+        j = begin_ + tl.arange(0, TILE)
+        slot = tl.load(inputs.slots + j, mask=j < end, other=0)
+        # marked: 0 < slot < num_slots
+        marked = (j < end) & (slot > 0) & (slot < num_slots)
+        tl.atomic_max(marks_ptr + slot, step | j, mask=marked)
+
+
+@triton.jit
+def _last_marked(plan, inputs, marks_ptr, n, slot, j, storable, OTHERS: tl.constexpr, TILE: tl.constexpr):
+    """What `_last_with_slot` returns, by the marks of the slots; one by one where a mark is of something else."""
+    end = _last_offset(plan, inputs, n)
+    mark = tl.load(marks_ptr + slot, mask=storable, other=0)
+    # Of this step, and so not below any input of the slot; of this slot, and so one of them.
+    marked = mark & _MARK_INPUTS
+    known = storable & ((mark >> _MARK_BITS) == (tl.load(inputs.step) & _MARK_STEPS)) & (marked < end)
+    # known: 0 <= marked < end <= size
+    known = known & (tl.load(inputs.slots + marked, mask=known, other=0) == slot)
+    last = tl.where(known, tl.maximum(j, marked), j)
+    if tl.sum((storable & (known == 0) & (j < end)).to(tl.int32), axis=0) > 0:
+        last = _last_with_slot(plan, inputs, n, slot, j, storable, OTHERS, TILE)
+    return last
+
+
+@triton.jit
 def _last_with_slot(plan, inputs, n, slot, j, storable, OTHERS: tl.constexpr, TILE: tl.constexpr):
     """The last flat input before the plan's last offset that has a token's slot, if that is behind it; else itself."""
     end = _last_offset(plan, inputs, n)
@@ -286,6 +321,7 @@ def _read_tile(
     carry,
     early,
     share,
+    marks_ptr,
     # constants
     TRACK_LIFETIME: tl.constexpr,
     RING: tl.constexpr,
@@ -299,7 +335,7 @@ def _read_tile(
 
     carry: the chain before the tile, which counts where its first token is not the first of its request; or None.
     early: the flat inputs from `entry` on, which in most decode batches are the tile's tokens; or None.
-    share: whether two flat inputs may have one slot; None: that is not known.
+    share: whether two flat inputs may have one slot; None: the slots' marks say it.
     """
     lane = tl.arange(0, TILE)
     live = entry + lane < total
@@ -343,7 +379,9 @@ def _read_tile(
     k_begun = begin_fingerprint(k_source, slot, where, storable)
     v_begun = begin_fingerprint(v_source, slot, where, storable)
     last = j
-    if share is None or share:
+    if share is None:
+        last = _last_marked(plan, inputs, marks_ptr, n, slot, j, storable, OTHERS, TILE)
+    elif share:
         last = _last_with_slot(plan, inputs, n, slot, j, storable, OTHERS, TILE)
     first_come = storable & (last > j)
     stored = storable & (last <= j)
@@ -500,6 +538,7 @@ def _write_at_once(
         None,
         early,
         share,
+        None,
         TRACK_LIFETIME,
         RING,
         OTHERS,
@@ -531,6 +570,7 @@ def _write_at_once(
                 carry,
                 None,
                 share,
+                None,
                 TRACK_LIFETIME,
                 RING,
                 OTHERS,
@@ -557,6 +597,7 @@ def _prepare(
     records,
     # outputs
     tile_sums_ptr,
+    marks_ptr,
     log,
     counters_ptr,
     site,
@@ -567,10 +608,11 @@ def _prepare(
     TILE_BITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Check every seed, and leave what each tile adds to the chain of the request that goes on behind it."""
+    """Check every seed, mark slots, and leave what each tile adds to the chain of who goes on behind it."""
     begin(OVERLAPS)
     pid, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     n = tl.minimum(tl.maximum(tl.load(plan.num_requests), 0).to(tl.int64), plan.capacity)
+    _mark_slots(plan, inputs, records.num_slots, marks_ptr, n, pid, programs, TILE)
     if pid == 0:
         tl.atomic_add(counters_ptr + tag_of(site) * 2, 1)
     lane = tl.arange(0, TILE)
@@ -614,6 +656,7 @@ def _store(
     k_source,
     v_source,
     tile_sums_ptr,
+    marks_ptr,
     # outputs
     records,
     log,
@@ -657,6 +700,7 @@ def _store(
                 _chain_before(tile_sums_ptr + tiles_before, first_tile, number, AT_ONCE, AT_ONCE_BITS, TILE, TILE_BITS),
                 None,
                 None,
+                marks_ptr,
                 TRACK_LIFETIME,
                 RING,
                 OTHERS,
@@ -714,6 +758,7 @@ def write(
     violations: ViolationLog,
     counters: torch.Tensor,
     tile_sums: torch.Tensor,
+    slot_marks: torch.Tensor,
 ) -> None:
     """Record the new tokens in the slots that the forward wrote them to; see specs/write.py."""
     capacity, num_tokens = write_plan.rows.shape[0], input_ids.shape[0]
@@ -766,13 +811,14 @@ def write(
     grid = persistent_grid(triton.cdiv(num_tokens, tile) + triton.cdiv(capacity, requests), step.device)
     constants = {"site": site, "REQUESTS": requests, "TILE": tile, "TILE_BITS": tile.bit_length() - 1}
     constants |= overlapping(step.device)
-    _prepare[grid](plan, inputs, outputs[0], tile_sums, *outputs[1:], num_given=num_given, **constants)
+    _prepare[grid](plan, inputs, outputs[0], tile_sums, slot_marks, *outputs[1:], num_given=num_given, **constants)
     _store[grid](
         plan,
         inputs,
         source_of(endpoint.k_source, max_words=MAX_BLOCK_WORDS if narrow else WIDE_WORDS),
         source_of(endpoint.v_source, max_words=MAX_BLOCK_WORDS if narrow else WIDE_WORDS),
         tile_sums,
+        slot_marks,
         *outputs,
         **constants,
         TRACK_LIFETIME=track_lifetime,

@@ -30,6 +30,7 @@ def write(
     violations: ViolationLog,
     counters: torch.Tensor,
     tile_sums: torch.Tensor,
+    slot_marks: torch.Tensor,
 ) -> None:
     """Record the new tokens in the slots that the forward wrote them to; see specs/write.py."""
     records, k_source, v_source = endpoint.records, endpoint.k_source, endpoint.v_source

@@ -103,6 +103,7 @@ def call_of(op: str) -> dict[str, Any]:
             "given_lens": ints(1, 2),
             "ring": False,
             "tile_sums": torch.zeros(2, 1, dtype=torch.int64),
+            "slot_marks": torch.zeros(6, dtype=torch.int64),
             **launch,
         },
         "move": {
@@ -297,6 +298,7 @@ def test_a_wrong_width_is_refused(op: str, path: str) -> None:
         ("verify_prefixes", "longest_stride"),
         ("move", "staged"),
         ("write", "tile_sums"),
+        ("write", "slot_marks"),
     ],
 )
 def test_scratch_that_is_too_small_is_refused(op: str, path: str) -> None:
@@ -392,7 +394,7 @@ DEFAULTS = {
     "verify_prefixes": {"owners", "window", "lut", "expected_tokens", "expected_lens", "token_offset", "strides"}
     | {"anchors", "track_lifetime", "entry_offsets", "longest_stride", "table_rows", "page_size"},
     "verify_resolved": {"expected_tokens", "expected_lens", "token_offset", "anchors", "track_lifetime"},
-    "write": {"expected_input_ids", "given_rows", "given_lens", "track_lifetime", "ring", "tile_sums"},
+    "write": {"expected_input_ids", "given_rows", "given_lens", "track_lifetime", "ring", "tile_sums", "slot_marks"},
     "move": {"staged"},
     "retire": set(),
     "scatter_token_ids": {"starts"},

@@ -56,6 +56,7 @@ def write(
     violations: ViolationLog,
     counters: torch.Tensor,
     tile_sums: torch.Tensor,
+    slot_marks: torch.Tensor,
 ) -> None:
     """Record the new tokens in the slots that the forward wrote them to."""
     records = endpoint.records

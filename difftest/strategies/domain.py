@@ -311,6 +311,7 @@ def _write_history(world: World, *, step: int) -> None:
         violations=ViolationLog.allocate(ring_cap=0),
         counters=torch.zeros(6, 2, dtype=torch.int64),
         tile_sums=torch.zeros(0),
+        slot_marks=torch.zeros(0),
     )
     implementation("chain_tails", "reference")(
         flat=flat[1],

@@ -6,6 +6,8 @@ import dataclasses
 import secrets
 from collections.abc import Sequence
 
+import torch
+
 from kv_canary.backends import select_backend
 from kv_canary.config import CanaryConfig, Seals
 from kv_canary.constants import Tag
@@ -70,6 +72,9 @@ class CanaryContext:
         )
         self.oracle = TokenOracle(max_rows=limits.max_rows, device=self.device)
         self._endpoints: dict[tuple[str, Tag, bool], Endpoint] = {}
+        self._slot_marks = {
+            pool: torch.zeros(len(pool.records), dtype=torch.int64, device=self.device) for pool in self.pools
+        }
 
     @property
     def seals(self) -> Seals:
@@ -94,14 +99,19 @@ class CanaryContext:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes on the device, by what they are: records, seals and the table of tokens; and K and V, of the engine."""
+        """Bytes on the device, by what they are: records, seals, tokens, scratch; and K and V, of the engine."""
         tokens = self.state.token_pool
         return {
             "kv": sum(pool.kv_bytes for pool in self.pools),
             "records": sum(records.nbytes for pool in self.pools for records in pool.buffers),
             "seals": sum(pool.seals.words.nbytes for pool in self.pools if pool.seals is not None),
             "tokens": 0 if tokens is None else tokens.nbytes,
+            "scratch": sum(marks.nbytes for marks in self._slot_marks.values()),
         }
+
+    def slot_marks(self, pool: KvPool) -> torch.Tensor:
+        """Return the scratch of a pool's writes, int64 [num_slots]; the same one every time."""
+        return self._slot_marks[pool]
 
     def capacities(self, group: BufferGroup) -> CanaryLaunchCapacities:
         """Return the sizes that launches of `group` are made for."""

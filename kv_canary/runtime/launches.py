@@ -524,6 +524,7 @@ class GroupLaunches:
             # HEAD's own writes are counted apart: what HEAD verified is what its tag counts.
             counters=context.state.counters if at_tail else context.state.head_writes,
             tile_sums=self._tile_sums[: shape.requests],
+            slot_marks=context.slot_marks(self.group.pool),
             backend=context.backend,
         )
 

@@ -88,6 +88,9 @@ SPEC = KernelSpec(
         "tile_sums": TensorSpec(
             dtype=torch.int64, shape=("write_cap", max_tiles), role="scratch", doc="what a tile adds to the chain"
         ),
+        "slot_marks": TensorSpec(
+            dtype=torch.int64, shape=("num_slots",), role="scratch", doc="the last of the tokens that have a slot"
+        ),
     },
     has_one_outcome=_has_one_outcome,
 )
