@@ -234,7 +234,7 @@ def _mark_slots(plan, inputs, num_slots, marks_ptr, n, first, programs, TILE: tl
         slot = tl.load(inputs.slots + j, mask=j < end, other=0)
         # marked: 0 < slot < num_slots
         marked = (j < end) & (slot > 0) & (slot < num_slots)
-        tl.atomic_max(marks_ptr + slot, step | j, mask=marked)
+        tl.atomic_max(marks_ptr + slot, step | j, mask=marked, sem="relaxed")
 
 
 @triton.jit
