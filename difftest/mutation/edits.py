@@ -121,6 +121,17 @@ class Source:
     def apply(self, edit: Edit) -> str:
         return (self.data[: edit.start] + edit.text.encode() + self.data[edit.end :]).decode()
 
+    def parses(self, edit: Edit) -> bool:
+        """Whether the source is still Python with `edit`, of which only the top-level statement around it is asked."""
+        spans = (self.span(top) for top in self.tree.body)
+        start, end = next((start, end) for start, end in spans if start <= edit.start and edit.end <= end)
+        text = self.data[start : edit.start] + edit.text.encode() + self.data[edit.end : end]
+        try:
+            ast.parse(text)
+        except SyntaxError:
+            return False
+        return True
+
     def changed_lines(self, edit: Edit) -> tuple[int, str, str]:
         """The number of the first line that `edit` touches, and the touched lines' text before and after it."""
         first = max(i for i, start in enumerate(self.starts) if start <= edit.start)

@@ -92,7 +92,7 @@ def mutants_of(file: str, original: str) -> tuple[Mutant, ...]:
     found = []
     for function, edit in _thinned(source):
         text = source.apply(edit)
-        if text in seen or not _parses(text):
+        if text in seen or not source.parses(edit):
             continue
         seen.add(text)
         line, before, after = source.changed_lines(edit)
@@ -110,14 +110,6 @@ def mutants_of(file: str, original: str) -> tuple[Mutant, ...]:
         )
         found.append(mutant)
     return tuple(found)
-
-
-def _parses(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except SyntaxError:
-        return False
-    return True
 
 
 def _thinned(source: Source) -> Iterator[tuple[str, Edit]]:
