@@ -22,6 +22,7 @@ import torch
 from kv_canary.backends import interpreting
 from kv_canary.cases.casefile import decode, encode
 from kv_canary.cases.comparison import Mismatch, Outcome
+from kv_canary.difftest.interpreter import quicken
 from kv_canary.difftest.patience import Patience
 from kv_canary.difftest.runner import check_case
 from kv_canary.errors import must_be
@@ -201,6 +202,8 @@ def _serve(pipe: Connection, device: str, imports: Sequence[str], plant: str | N
     # Ctrl-C is for the process that started us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prepare(device)
+    if interpreting():
+        quicken()
     import_all(imports)
     if plant is not None:
         from kv_canary.difftest.mutation.planted import plant as plant_bug

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -78,6 +79,17 @@ class DrainedLog:
 def caplog(caplog: pytest.LogCaptureFixture) -> DrainedLog:
     """What was logged, also by the canary's output thread."""
     return DrainedLog(caplog)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> None:
+    """Make Triton's interpreter quicker, where Triton is interpreted."""
+    from kv_canary.backends import interpreting
+
+    if interpreting() and importlib.util.find_spec("triton") is not None:
+        from kv_canary.difftest.interpreter import quicken
+
+        quicken()
 
 
 @pytest.fixture(autouse=True)

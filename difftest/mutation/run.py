@@ -22,6 +22,7 @@ import torch
 
 from kv_canary import backends
 from kv_canary.cases.casefile import versions
+from kv_canary.difftest.interpreter import quicken
 from kv_canary.difftest.mutation.mutants import Mutant, make_mutants
 from kv_canary.difftest.mutation.overlay import is_runtime, reached_ops, runtime_files, source_files
 from kv_canary.difftest.mutation.pool import FEW_CALLS, Pool, Source, Verdict, cases_of
@@ -147,6 +148,8 @@ def run_mutants(
         raise ValueError(
             must_be("difftest", "TRITON_INTERPRET", "1 for device cpu, set before kernels are imported", "0")
         )
+    if device == "cpu":
+        quicken()
     began = time.monotonic()
     reasons = equivalent_reasons(read_equivalents())
     mutants = make_mutants(files or [*source_files(), *runtime_files()])
