@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -53,6 +54,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wrong = {test: ids for test, ids in unseen.items() if ids}
     if wrong and not any("[" in argument for argument in config.args):
         raise pytest.UsageError(f"every_day names parameters that are not there: {wrong}")
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector leave alone what is there for good, which are some million objects of libraries."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
