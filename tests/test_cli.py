@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import socket
@@ -176,6 +177,16 @@ def test_triton_is_tried_in_a_process_of_its_own() -> None:
 def test_a_process_that_dies_is_a_backend_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_canary.commands.probe.sys.executable", "/bin/false")
     assert probe_apart("triton", "cpu", interpret=True) == "its process ended with 1: it said nothing"
+
+
+# One measurement, which takes longer than all else that is looked at, says what every other one would.
+measured_once = functools.cache(checkup._cost)
+
+
+@pytest.fixture(autouse=True)
+def one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the canary costs here is measured once for all tests."""
+    monkeypatch.setattr(checkup, "_cost", measured_once)
 
 
 @pytest.fixture
