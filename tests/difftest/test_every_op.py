@@ -15,8 +15,10 @@ from kv_canary.difftest.strategies import cases
 from kv_canary.specs import all_specs, get_spec
 
 # The interpreter takes longest for the calls of these; where few are asked for, it gets a third of them.
-SLOW = ("chain_tails", "seal", "verify_resolved", "verify_seals", "write")
+SLOW = ("chain_tails", "plan", "seal", "verify", "verify_prefixes", "verify_resolved", "verify_seals", "write")
 FEW = 30
+# Calls of each op that are refused and saved: what these are held against is the spec, and any call has all of it.
+OTHERS = 8 if settings.default.max_examples <= FEW else 20
 
 
 def examples_of(op: str) -> int:
@@ -41,7 +43,7 @@ def test_backends_agree(op: str, device: torch.device) -> None:
 def test_misuse_is_refused(op: str) -> None:
     spec, tried = get_spec(op), set()
 
-    @settings(max_examples=20)
+    @settings(max_examples=OTHERS)
     @given(case=cases(op))
     def refuse(case: dict[str, Any]) -> None:
         check_misuse(spec, case)
@@ -55,7 +57,7 @@ def test_misuse_is_refused(op: str) -> None:
 def test_a_saved_call_is_the_same_once_loaded(op: str) -> None:
     spec = get_spec(op)
 
-    @settings(max_examples=20)
+    @settings(max_examples=OTHERS)
     @given(case=cases(op))
     def same(case: dict[str, Any]) -> None:
         check_round_trip(spec, case)

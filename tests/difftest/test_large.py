@@ -25,7 +25,8 @@ COUNTS = {
 def test_a_large_call_is_that_of_the_reference(op: str, number: int, device: torch.device) -> None:
     cases = list(large_cases(op, device))
     assert len(cases) == COUNTS[op]
-    check_case(get_spec(op), cases[number], device=device)
+    # That a call gives the same again is tried with drawn ones; where Triton is interpreted, these take seconds each.
+    check_case(get_spec(op), cases[number], device=device, again=device.type == "cuda")
     assert get_spec(op).has_one_outcome(get_spec(op).bind(cases[number]))
 
 
