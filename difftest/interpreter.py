@@ -1,8 +1,8 @@
 """Triton's interpreter, made quicker: it looks through Triton's language once in a process, and not at every launch.
 
-A launch puts the interpreter's functions in the place of the language's, and takes them back when it is over; every call
-of a device function within it does the first again. Both look for what there is to replace, which takes longer than the
-kernels of most calls do, and find the same each time.
+A launch puts the interpreter's functions in the place of the language's, and takes them back when it is over; every
+call of a device function within it does the first again. Both look for what there is to replace, which takes longer
+than the kernels of most calls do, and find the same each time.
 """
 
 from __future__ import annotations
