@@ -26,7 +26,8 @@ from kv_canary.demo.models import tiny_model
 
 MODELS = ("llama", "mistral", "gemma3", "gptoss")
 PAGE = 16
-NEW_TOKENS = 24
+# As many as a page holds, so that every answer goes on into another page.
+NEW_TOKENS = 16
 TIMEOUT = 120.0
 
 transformers.logging.set_verbosity_error()
