@@ -49,12 +49,12 @@ def test_healthy_model_engines_are_silent_and_verified_wholly(monkeypatch: pytes
     # Long enough that prefixes come back.
     monkeypatch.setattr(soak, "ACTIONS", 80)
     total = soak.Tally()
-    for number in range(4):
+    for number in range(2):
         total.add(run_soak(number))
     assert (total.false_alarms, total.wrong) == (0, [])
-    assert total.lives == 8
+    assert total.lives == 4
     assert total.steps > 60
-    assert total.verified == total.relied_on > 1000
+    assert total.verified == total.relied_on > 500
     sealed = ("slots of prefix hits held against their seals", "requests that ended and whose bytes were")
     for what in ("slots freed", "prefix hits", "finished", "tokens", *sealed):
         assert total.happened[what] > 0
@@ -142,8 +142,8 @@ def test_the_same_seed_draws_the_same_engines() -> None:
 def test_a_soak_does_everything_that_can_happen_to_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_engine, "FAILURE_SHARE", 0.05)
     happened: Counter[str] = Counter()
-    for number in range(6):
-        for config in random_engine.draw_configs(number, 3):
+    for number in range(4):
+        for config in random_engine.draw_configs(number, 2):
             rng = np.random.default_rng(number)
             engine = random_engine.CountingEngine(config, canary=CanaryConfig(backend="reference"), chance=rng)
             for action in opening(rng, longest=config.max_len):
