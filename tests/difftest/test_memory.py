@@ -269,7 +269,7 @@ def spread(spec: KernelSpec, arguments: dict[str, Any], prefix: str, *, multiple
 def test_backends_agree_on_giant_tables(op: str, prefix: str, multiple: int, device: torch.device) -> None:
     spec = get_spec(op)
 
-    @settings(max_examples=5, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=3, database=None, suppress_health_check=list(HealthCheck))
     @given(arguments=importlib.import_module(f"kv_canary.difftest.strategies.{op}").cases())
     def check(arguments: dict[str, Any]) -> None:
         assume(arguments.get(prefix.split(".")[0]) is not None)

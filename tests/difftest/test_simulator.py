@@ -304,9 +304,11 @@ def test_every_fault_can_be_found(kind: str) -> None:
             for action in (Action(kind="arrive", pick=1, amount=9), Action(kind="mixed", amount=20)):
                 for call in perform(engine, action):
                     implementation(call.op, "reference")(**call.arguments(memory))
+        assert not engine.healthy
         found += int(memory.violations.count) > 0
+        if found:
+            break
     assert found > 0
-    assert not engine.healthy
 
 
 def test_integrity_sees_a_page_that_is_free_and_held() -> None:
