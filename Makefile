@@ -41,7 +41,7 @@ check: .venv/.stamp ## lint, formatting, types
 	MYPYPATH=.venv/typecheck .venv/bin/mypy .venv/typecheck/kv_canary
 
 test: check ## check, then the tests, Triton in its interpreter
-	.venv/bin/pytest -n 2 --benchmark-disable --examples 30 -m 'not tf517 and not long' --ignore tests/sglang
+	.venv/bin/pytest -n 2 --dist worksteal --benchmark-disable --examples 30 -m 'not tf517 and not long' --ignore tests/sglang
 
 test-long: .venv/.stamp .venv-sglang/.stamp ## the tests that take long, SGLang's too
 	.venv/bin/pytest -n 2 --benchmark-disable -m 'long and not tf517' --ignore tests/sglang
