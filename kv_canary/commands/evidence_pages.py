@@ -119,11 +119,11 @@ def _ratio(row: dict[str, Any]) -> str:
 
 
 def _cost(found: Results, _: Sequence[str]) -> str:
-    ratios = {(r["model"], r["phase"], r["shape"], r["mode"]): r for r in load("h200_engine_cost.json")}
+    ratios = {(*_batch(r), r["mode"]): r for r in load("h200_engine_cost.json")}
     ranked = sorted((key for key in ratios if key[-1] == "ours"), key=lambda key: float(ratios[key]["ratio"]))
     rows = []
     for what, key in (("best", ranked[-1]), ("worst", ranked[0])):
-        model, phase, shape, _mode = key
+        _run, model, phase, shape, _mode = key
         theirs = ratios.get((*key[:-1], "sgl"))
         rows.append(
             [
@@ -143,6 +143,11 @@ def _cost(found: Results, _: Sequence[str]) -> str:
             _source(found, "h200_engine_cost.json", "h200_peer.json"),
         ]
     )
+
+
+def _batch(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    """Return what a row of `kv-canary bench engine` is of: the run, where a file has several, and the batch."""
+    return row.get("run", ""), row["model"], row["phase"], row["shape"]
 
 
 def _speed(case: dict[str, Any]) -> float:
@@ -216,13 +221,18 @@ def _engine(found: Results, _: Sequence[str]) -> str:
 def _engine_cost(found: Results, _: Sequence[str]) -> str:
     """Return a row for each canary and batch of `kv-canary bench engine`."""
     rows, operations = [], []
-    for row in load("h200_engine_cost.json"):
+    results = load("h200_engine_cost.json")
+    plain = {_batch(row): row["step_ms"] for row in results if row["mode"] == "none"}
+    has_runs = any("run" in row for row in results)
+    for row in results:
         if row["mode"] not in _CANARIES:
             continue
         done = row.get("operations") or {}
         rows.append(
             [
                 f"{row['model']} {row['phase']} {row['shape']}",
+                *([row.get("run", "")] if has_runs else []),
+                "" if plain.get(_batch(row)) is None else f"{plain[_batch(row)]:.3g}",
                 _CANARIES[row["mode"]],
                 _ratio(row),
                 f"{row['best']:.3f}",
@@ -237,6 +247,8 @@ def _engine_cost(found: Results, _: Sequence[str]) -> str:
             operations.append(f"{row['model']} {row['shape']}: {listed}.")
     head = [
         "batch",
+        *(["run"] if has_runs else []),
+        "a step without, ms",
         "canary",
         "throughput / without",
         "best / best",
