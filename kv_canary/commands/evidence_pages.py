@@ -261,6 +261,31 @@ def _engine_cost(found: Results, _: Sequence[str]) -> str:
     return f"{_table(head, rows)}{listed if operations else ''}\n\n{_source(found, 'h200_engine_cost.json')}"
 
 
+def _seal_cost(found: Results, _: Sequence[str]) -> str:
+    """Return a row for each launch of `kv-canary bench seals`, and what a scrub and a verdict take."""
+    results = load("h200_seals.json")
+    rows = [
+        [
+            row["model"].upper(),
+            f"`{row['op']}`",
+            row["slots"],
+            f"{row['tokens']:,}",
+            f"{1e3 * row['ms']:,.1f}",
+            f"{row['gb_s']:,.0f}",
+            f"{100 * row['of_copy']:.0f} %",
+        ]
+        for row in results
+    ]
+    more = [
+        f"{name.removeprefix('scrub_100_gb_').removesuffix('_s').upper()}: {seconds:.1f} s"
+        for name, seconds in results[0]["moments"].items()
+        if name.startswith("scrub_100_gb_")
+    ]
+    text = f"A pool of 100 GB gone round with `scrub_share=0.005`, worked out from the whole range: {', '.join(more)}."
+    head = ["KV of", "op", "slots", "tokens", "us", "GB/s", "of a copy"]
+    return f"{_table(head, rows)}\n\n{text}\n\n{_source(found, 'h200_seals.json')}"
+
+
 def _soak(found: Results, _: Sequence[str]) -> str:
     soak = load("soak.json")
     happened = [soak[part]["happened"] for part in ("model_engines", "transformers")]
@@ -446,6 +471,7 @@ BLOCKS: dict[str, Callable[[Results, Sequence[str]], str]] = {
     "host": _host,
     "engine": _engine,
     "engine_cost": _engine_cost,
+    "seal_cost": _seal_cost,
     "soak": _soak,
     "detection": _detection,
     "seals": _seals,
