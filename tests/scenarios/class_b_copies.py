@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from kv_canary import CanaryConfig, Reason
 from kv_canary.difftest.simulator import Call, EngineConfig, Request
 
-from .harness import Scenario, model_scenario
+from .class_f_drafts import SEALED, hit_for_long, hit_for_one_token, many_layers
+from .harness import NOTHING, Scenario, model_scenario
 from .served import CANARY, PAGE, ServedEngine, full
 from .tiers import HostTierEngine
 
@@ -53,6 +54,19 @@ class OverwritesBuffer(HostTierEngine):
         super().restore(request)
         # The last page of each of the two buffers is right.
         self.acted({"full": self.pages.slots(request.pages[:-2])}, [request])
+
+
+class CopiesOverOneLayer(ServedEngine):
+    """A copy of one layer lands in a page that is cached, of whose positions another layer is sampled."""
+
+    def finish(self, request: Request, *, keep: bool = True) -> Iterator[Call]:
+        page = list(request.pages)[:1]
+        yield from super().finish(request, keep=keep)
+        [group] = self.groups
+        slots = group.page_slots(page)
+        self.acted({"full": slots})
+        for source in group.sources:
+            source.layers[5][slots] = 0x5A
 
 
 class CopiesLogicalPages(HostTierEngine):
@@ -193,6 +207,33 @@ SCENARIOS: tuple[Scenario, ...] = (
         config=lambda: full(prefix_cache=False),
         healthy=HostTierEngine,
         faulty=OverwritesBuffer,
+    ),
+    *(
+        model_scenario(
+            name=name,
+            fault="B",
+            example="sglang#30738, in one layer",
+            doc=f"a copy of one layer lands in a page that is cached{more}",
+            engine=f"eight layers, prefix cache{seals}",
+            expected=expected,
+            beyond=expected,
+            life=life,
+            config=many_layers,
+            faulty=CopiesOverOneLayer,
+            canary=canary,
+        )
+        for name, more, seals, expected, life, canary in (
+            ("one-layer-page", "", ", `seals=layer`", Reason.SEAL_K | Reason.SEAL_V, hit_for_long, SEALED),
+            (
+                "one-layer-page-one-token",
+                "; a request for a single token hits it",
+                ", `seals=layer`",
+                Reason.SEAL_K | Reason.SEAL_V,
+                hit_for_one_token,
+                SEALED,
+            ),
+            ("one-layer-page-unsealed", ", without seals", "", NOTHING, hit_for_long, CANARY),
+        )
     ),
     model_scenario(
         name="live-page-zeroed",
