@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,18 +16,22 @@ import click
 
 from kv_canary.cases.imports import check_imports, replay_line
 from kv_canary.commands.group import LazyGroup
+from kv_canary.difftest.options import (
+    FILE,
+    OUT_FILE,
+    commit_option,
+    device_option,
+    jobs_option,
+    json_option,
+    seed_option,
+)
+from kv_canary.difftest.options import progress as progress_bar
 
 if TYPE_CHECKING:
     from kv_canary.cases.casefile import CaseFile
     from kv_canary.difftest.campaign import Campaign, CampaignResult
 
-DEVICES = click.Choice(["cpu", "cuda"])
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-OUT_FILE = click.Path(dir_okay=False, path_type=Path)
-
-device_option = click.option(
-    "--device", type=DEVICES, default="cpu", show_default=True, help="Where Triton runs; cpu: in its interpreter."
-)
+triton_device_option = device_option("Where Triton runs; cpu: in its interpreter.")
 imports_option = click.option(
     "--import", "imports", multiple=True, metavar="FILE|MODULE", help="Import this first: it registers ops of its own."
 )
@@ -93,11 +96,9 @@ def campaign_options(command: Any) -> Any:
     for option in reversed(
         [
             click.option("--op", "ops", multiple=True, metavar="NAME", help="Only this op; may be repeated."),
-            device_option,
-            click.option(
-                "--jobs", type=click.IntRange(1), default=os.cpu_count(), show_default="cores", help="Parallel jobs."
-            ),
-            click.option("--seed", type=int, default=0, show_default=True, help="Of everything that is drawn."),
+            triton_device_option,
+            jobs_option("Parallel jobs.", default=None),
+            seed_option("Of everything that is drawn."),
             click.option(
                 "--database",
                 "databases",
@@ -125,8 +126,8 @@ def campaign_options(command: Any) -> Any:
             imports_option,
             plant_option,
             click.option("--coverage", is_flag=True, help="Print every pair of features with its count of cases."),
-            click.option("--json", "json_path", type=OUT_FILE, help="Write the facts here, for a machine."),
-            click.option("--commit", default="unknown", help="The commit under test, for --json."),
+            json_option("Write the facts here, for a machine."),
+            commit_option(default="unknown"),
         ]
     ):
         command = option(command)
@@ -175,7 +176,7 @@ def fuzz(minutes: float, **options: Any) -> None:
 @click.argument("file", type=FILE)
 @case_imports_option
 @max_gib_option
-@device_option
+@triton_device_option
 @plant_option
 @click.option("--most", type=click.IntRange(1), default=20, show_default=True, help="Differences to show.")
 @click.option("--trace/--no-trace", default=True, help="Find which program wrote what differs, in the interpreter.")
@@ -227,7 +228,7 @@ def replay(
 @click.option("--output", "-o", type=OUT_FILE, help="Where the smaller case goes. [default: FILE.min.kvcase]")
 @case_imports_option
 @max_gib_option
-@device_option
+@triton_device_option
 @plant_option
 @click.option("--max-tries", type=click.IntRange(1), default=5000, show_default=True, help="Stop after that many runs.")
 def minimize(
@@ -250,14 +251,12 @@ def minimize(
       kv-canary difftest minimize findings/big.kvcase -o small.kvcase
       kv-canary difftest minimize findings/big.kvcase --max-gib 8 --device cuda
     """
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
     from kv_canary.cases.casefile import SUFFIX, save
     from kv_canary.difftest.replaying import minimize_case
 
     case = _load(file, imports, max_gib)
     output = output or file.with_name(f"{file.stem}.min{SUFFIX}")
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as progress:
+    with progress_bar(None, "spinner what elapsed", transient=False) as progress:
         task = progress.add_task(f"minimize {file.name}", total=None)
 
         def on_progress(tries: int, size: int) -> None:
@@ -323,9 +322,9 @@ def add_to_corpus(file: Path, name: str | None, imports: tuple[str, ...], max_gi
 @click.option("--examples", type=click.IntRange(1), default=200, show_default=True, help="Calls of each op at most.")
 @click.option("--seconds", type=click.FloatRange(min=1), default=150.0, show_default=True, help="Of each tool.")
 @plant_option
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the calls.")
-@click.option("--json", "json_path", type=OUT_FILE, help="Write the facts here, for a machine.")
-@click.option("--commit", default="unknown", help="The commit under test, for --json.")
+@seed_option("Of the calls.")
+@json_option("Write the facts here, for a machine.")
+@commit_option(default="unknown")
 def sanitize_launches(
     tools: tuple[str, ...],
     examples: int,
@@ -391,9 +390,9 @@ def _capability(_ctx: click.Context, _parameter: click.Parameter, text: str) -> 
 @click.option("--op", "ops", multiple=True, metavar="NAME", help="Only this op; may be repeated.")
 @click.option("--capability", default="9.0", show_default=True, callback=_capability, help="Of the GPU.")
 @click.option("--examples", type=click.IntRange(0), default=40, show_default=True, help="Calls of each op at most.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the calls.")
+@seed_option("Of the calls.")
 @imports_option
-@click.option("--json", "json_path", type=OUT_FILE, help="Write the kernels here, for a machine.")
+@json_option("Write the kernels here, for a machine.")
 def compile_kernels(
     ops: tuple[str, ...],
     capability: tuple[int, int],

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +17,7 @@ from kv_canary.cases.packing import INTEGERS
 from kv_canary.difftest.campaign import Campaign, CampaignResult
 from kv_canary.difftest.compiling import Kernel, Refusal
 from kv_canary.difftest.coverage import feasible_pairs
+from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.replaying import Replay
 from kv_canary.errors import printable
 from kv_canary.specs import get_spec
@@ -26,16 +26,10 @@ from kv_canary.specs import get_spec
 @contextmanager
 def live_progress(console: Console, campaign: Campaign) -> Iterator[Callable[[CampaignResult], None]]:
     """Show a campaign as it runs: cases a second, pairs of features covered, findings."""
-    columns = (
-        SpinnerColumn(),
-        BarColumn(bar_width=24),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
     total = campaign.minutes * 60 if campaign.minutes is not None else 0.0
     if campaign.examples is not None:
         total = float(campaign.examples * len(campaign.all_targets()))
-    with Progress(*columns, console=console, transient=True) as progress:
+    with progress_bar(console, "spinner bar elapsed what") as progress:
         task = progress.add_task("starting", total=total)
 
         def on_change(result: CampaignResult) -> None:
@@ -56,8 +50,7 @@ def live_progress(console: Console, campaign: Campaign) -> Iterator[Callable[[Ca
 @contextmanager
 def step_progress(console: Console, *, total: int) -> Iterator[Callable[[str], None]]:
     """Show how many of `total` steps are done, and what the one that begins is."""
-    columns = (SpinnerColumn(), BarColumn(bar_width=24), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as progress:
+    with progress_bar(console, "spinner bar elapsed what") as progress:
         task, begun = progress.add_task("starting", total=total), 0
 
         def on_step(what: str) -> None:

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kv_canary.difftest.options import commit_option, device_option, jobs_option, json_option, seed_option
+from kv_canary.difftest.options import progress as progress_bar
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -23,9 +26,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option(
-    "--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, show_default="cores", help="How many at a time."
-)
+@jobs_option("How many at a time.", default=None)
 @click.option("--examples", type=click.IntRange(1), default=200, show_default=True, help="Generated calls per op.")
 @click.option(
     "--file", "files", multiple=True, metavar="FILE", help="Only this source, as kernels/plan.py; repeatable."
@@ -43,18 +44,10 @@ if TYPE_CHECKING:
     help="Only those that survived in this result of --json; those of the runtime with more tests.",
 )
 @click.option("--sample", type=click.IntRange(1), help="Run only so many mutants, chosen by --seed.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the generated calls and of the sample.")
-@click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    default="cpu",
-    show_default=True,
-    help="Where Triton runs; cpu: in its interpreter. On a GPU every mutant is compiled anew.",
-)
-@click.option(
-    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write every mutant's fate here."
-)
-@click.option("--commit", default="unknown", help="The commit under test, for --json.")
+@seed_option("Of the generated calls and of the sample.")
+@device_option("Where Triton runs; cpu: in its interpreter. On a GPU every mutant is compiled anew.")
+@json_option("Write every mutant's fate here.")
+@commit_option(default="unknown")
 @click.option("--list", "list_only", is_flag=True, help="Print the mutants and run none.")
 def mutants(
     jobs: int,
@@ -150,11 +143,8 @@ def survivors_of(path: Path) -> frozenset[str]:
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[MutantResult, int, int], None]]:
     """Show how far a run is."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     # Without its own thread: the run forks, and a lock that a thread holds then stays held in the child.
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
+    with progress_bar(console, "bar count elapsed what", auto_refresh=False) as progress:
         task = progress.add_task("drawing calls", total=None)
         survived = 0
 
@@ -203,11 +193,9 @@ def show_report(console: Console, report: MutationReport) -> None:
 @click.option("--list", "only_list", is_flag=True, help="List the bugs, and stop.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Campaigns for each bug.")
 @click.option("--limit", type=click.FloatRange(min=1), default=60.0, show_default=True, help="Seconds to find it in.")
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where Triton runs."
-)
-@click.option("--jobs", type=click.IntRange(1), default=os.cpu_count(), show_default="cores", help="Parallel jobs.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the first campaign; the next ones count up.")
+@device_option("Where Triton runs.")
+@jobs_option("Parallel jobs.", default=None)
+@seed_option("Of the first campaign; the next ones count up.")
 @click.option(
     "--findings",
     type=click.Path(file_okay=False, path_type=Path),
@@ -215,10 +203,8 @@ def show_report(console: Console, report: MutationReport) -> None:
     show_default=True,
     help="Folder for what is found.",
 )
-@click.option(
-    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the facts here, for a machine."
-)
-@click.option("--commit", default="unknown", help="The commit under test, for --json.")
+@json_option("Write the facts here, for a machine.")
+@commit_option(default="unknown")
 def planted(names: tuple[str, ...], only_list: bool, json_path: Path | None, commit: str, **options: Any) -> None:
     """Score the fuzzer: plant a known bug, fuzz every op, and time what is found first.
 
@@ -230,7 +216,6 @@ def planted(names: tuple[str, ...], only_list: bool, json_path: Path | None, com
       kv-canary difftest planted --name lut-twice --repeats 5
     """
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.table import Table
 
     from kv_canary.cases.imports import replay_line
@@ -249,7 +234,7 @@ def planted(names: tuple[str, ...], only_list: bool, json_path: Path | None, com
     try:
         prepare(options["device"])
         limit_s = options.pop("limit")
-        with Progress(SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), transient=True) as bar:
+        with progress_bar(None, "spinner elapsed what") as bar:
             task = bar.add_task("starting")
 
             def on_change(bug: PlantedBug, repeat: int, result: CampaignResult) -> None:

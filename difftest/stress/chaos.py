@@ -18,13 +18,14 @@ from typing import Any
 import click
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import GenerationConfig
 
 from kv_canary import output
 from kv_canary.commands.facts import facts
 from kv_canary.config import CanaryConfig
 from kv_canary.demo.serving import batching_config
+from kv_canary.difftest.options import device_option, jobs_option, json_option, seed_option
+from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.simulator.actions import opening
 from kv_canary.difftest.stress import batching
 from kv_canary.difftest.stress.canary_faults import Faults, InjectedError, SourHandler, SourObserver
@@ -293,8 +294,8 @@ def _name(task: Task) -> str:
 
 @click.command()
 @click.option("--minutes", type=click.FloatRange(min=0.05), default=10.0, show_default=True, help="How long to go on.")
-@click.option("--seed", type=int, default=1, show_default=True, help="The first task's number; others count on.")
-@click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Parallel processes.")
+@seed_option("The first task's number; others count on.", default=1)
+@jobs_option("Parallel processes.", default=2)
 @click.option(
     "--transformers",
     "share",
@@ -303,9 +304,9 @@ def _name(task: Task) -> str:
     show_default=True,
     help="Share of the tasks that let transformers live, the others model engines.",
 )
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where.")
-@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write what came of it here.")
-def main(minutes: float, seed: int, jobs: int, share: float, device: str, path: Path | None) -> None:
+@device_option("Where.")
+@json_option("Write what came of it here.")
+def main(minutes: float, seed: int, jobs: int, share: float, device: str, json_path: Path | None) -> None:
     """Let the canary itself fail at random, and see that the engine never notices.
 
     Launches, copies, allocations, files, threads and callbacks of the canary's raise, before or after they have done
@@ -319,11 +320,11 @@ def main(minutes: float, seed: int, jobs: int, share: float, device: str, path: 
     # Of the code that runs, whatever the checkout is at the end.
     measured = facts(device, kind="chaos")
     end = began + 60 * minutes
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    shown = {"transient": False, "disable": not console.is_terminal}
     with (
         tempfile.TemporaryDirectory(prefix="kv-canary-chaos-") as folder,
         processes(jobs) as pool,
-        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+        progress_bar(console, "what bar elapsed left", **shown) as progress,
     ):
         bar = progress.add_task("chaos", total=60 * minutes)
 
@@ -351,8 +352,8 @@ def main(minutes: float, seed: int, jobs: int, share: float, device: str, path: 
         "injected": sum(tally.injected.values()),
         "injected_by_place": dict(sorted(tally.injected.items())),
     }
-    if path is not None:
-        path.write_text(json.dumps({**measured, **report}, indent=1) + "\n")
+    if json_path is not None:
+        json_path.write_text(json.dumps({**measured, **report}, indent=1) + "\n")
     console.print_json(json.dumps(report))
     raise SystemExit(1 if tally.failed else 0)
 

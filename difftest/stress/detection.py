@@ -16,12 +16,21 @@ from typing import Any, get_args
 import click
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from kv_canary.commands.facts import facts
 from kv_canary.config import CanaryConfig, Seals
-from kv_canary.constants import BACKENDS, Reason
+from kv_canary.constants import Reason
+from kv_canary.difftest.options import (
+    backend_option,
+    commit_option,
+    device_option,
+    jobs_option,
+    json_option,
+    number_option,
+)
+from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.simulator import EngineConfig
 from kv_canary.difftest.simulator.actions import opening, random_action
 from kv_canary.difftest.stress.expected_findings import (
@@ -385,8 +394,8 @@ def _number(value: float | None) -> str:
 @click.option("--mode", "modes", type=click.Choice(MODES), multiple=True, help="Only these. [default: all]")
 @click.option("--group", "groups", type=click.Choice(GROUPS), multiple=True, help="Only these. [default: both]")
 @click.option("--stride", type=click.IntRange(1), default=1, show_default=True, help="The canary's.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")
-@click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="The canary's.")
+@device_option()
+@backend_option
 @click.option(
     "--seals",
     type=click.Choice(get_args(Seals)),
@@ -395,10 +404,10 @@ def _number(value: float | None) -> str:
     help="The canary's: off shows what sampling finds alone.",
 )
 @click.option("--sampled", is_flag=True, help="Flip bits of sampled bytes only. [default: of any byte]")
-@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes that live.")
-@click.option("--seed", "number", type=click.IntRange(0), default=0, show_default=True, help="Of the first life.")
-@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows here too.")
-@click.option("--commit", help="The commit under test, for --json. [default: what git says]")
+@jobs_option()
+@number_option()
+@json_option("Write the rows here too.")
+@commit_option()
 def main(
     runs: int,
     modes: tuple[str, ...],
@@ -410,7 +419,7 @@ def main(
     sampled: bool,
     jobs: int,
     number: int,
-    path: Path | None,
+    json_path: Path | None,
     commit: str | None,
 ) -> None:
     """Inject one fault into each of many engines, and see that the canary finds it and blames nothing else.
@@ -458,15 +467,8 @@ def main(
         for group in groups or GROUPS
     ]
     begin = time.monotonic()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.completed} of {task.total}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
     measured = []
-    with Progress(*columns, console=console, transient=True) as progress, processes(jobs) as pool:
+    with progress_bar(console) as progress, processes(jobs) as pool:
         for cell in cells:
             measured.append(cell)
             if measure(
@@ -482,7 +484,7 @@ def main(
             ):
                 break
     show(measured, console, seconds=time.monotonic() - begin)
-    if path is not None:
+    if json_path is not None:
         given = {
             "backend": backend,
             "seals": seals,
@@ -492,7 +494,7 @@ def main(
             "seconds": round(time.monotonic() - begin, 1),
         }
         rows = [{**cell.as_dict(), **facts(device, commit=commit, kind="detection"), **given} for cell in measured]
-        path.write_text(json.dumps(rows, indent=2) + "\n")
+        json_path.write_text(json.dumps(rows, indent=2) + "\n")
     raise SystemExit(0 if all(cell.passed for cell in cells) else 1)
 
 

@@ -25,6 +25,8 @@ from rich.table import Table
 
 from kv_canary.commands.facts import facts
 from kv_canary.config import CanaryConfig
+from kv_canary.difftest.options import commit_option, device_option, json_option
+from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.stress.overlapped_engine import OverlapConfig, OverlappedEngine
 from kv_canary.perturb import MODES, Mode, PerturbConfig
 
@@ -142,7 +144,7 @@ def measure(device: str, steps: int, console: Console) -> dict[str, list[dict[st
     backend = "triton" if device == "cuda" else "reference"
     canary = CanaryConfig(backend=backend, stride=1, sweep_every=16, check_tokens=True, check_inputs=True)
     result: dict[str, list[dict[str, Any]]] = {"lives": [], "compared": []}
-    with Progress(console=console) as progress:
+    with progress_bar(console, "what bar share left", transient=False) as progress:
         for name, config in lives(device).items():
             # What is launched from the host, one kernel after the other, runs for a fifth of the time.
             count = max(steps // 5, 1) if device == "cuda" and not config.graphs else steps
@@ -161,11 +163,11 @@ def measure(device: str, steps: int, console: Console) -> dict[str, list[dict[st
 
 
 @click.command()
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")
+@device_option()
 @click.option("--steps", type=click.IntRange(1), default=500, show_default=True, help="Of every long life.")
-@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the facts here too.")
-@click.option("--commit", help="The commit under test, for --json. [default: what git says]")
-def main(device: str, steps: int, path: Path | None, commit: str | None) -> None:
+@json_option()
+@commit_option()
+def main(device: str, steps: int, json_path: Path | None, commit: str | None) -> None:
     """Let engines live that overlap their scheduling with the model, healthy and with faults.
 
     Nothing may be reported of a healthy one, and its tokens must be right; on a GPU, a forward in a CUDA graph must
@@ -193,8 +195,8 @@ def main(device: str, steps: int, path: Path | None, commit: str | None) -> None
     finally:
         logger.setLevel(level)
     _print(console, result)
-    if path is not None:
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if json_path is not None:
+        json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     raise SystemExit(0 if _is_clean(result) else 1)
 
 

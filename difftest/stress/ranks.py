@@ -18,6 +18,7 @@ import torch
 
 import kv_canary as kc
 from kv_canary.commands.facts import facts
+from kv_canary.difftest.options import commit_option, device_option, json_option
 from kv_canary.difftest.stress.rank_engine import Facts, Place
 from kv_canary.difftest.stress.rank_scenarios import SCENARIOS, judge
 
@@ -101,12 +102,10 @@ def _work(rank: int, size: int, plan: Mapping[str, list[int]], device: str, fold
 
 
 @click.command()
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the pools are."
-)
-@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the facts here too.")
-@click.option("--commit", help="The commit under test, for --json. [default: what git says]")
-def main(device: str, path: Path | None, commit: str | None) -> None:
+@device_option("Where the pools are.")
+@json_option()
+@commit_option()
+def main(device: str, json_path: Path | None, commit: str | None) -> None:
     """Let ranks compare what they hold: equal ones, ones that differ, slow ones, and ones that die.
 
     Exit codes: 0 every scenario went as it should, 1 not so, 2 misuse.
@@ -124,9 +123,9 @@ def main(device: str, path: Path | None, commit: str | None) -> None:
         said = {name: {"right": False, "error": str(error)} for name in SCENARIOS}
     for name, result in said.items():
         click.echo(f"{name:24} {'right' if result['right'] else 'WRONG'}")
-    if path is not None:
+    if json_path is not None:
         where = {**facts(device, commit=commit, kind="ranks"), "gpus": torch.cuda.device_count()}
-        path.write_text(json.dumps({**where, "backends": {"gloo": said}}, indent=2) + "\n", encoding="utf-8")
+        json_path.write_text(json.dumps({**where, "backends": {"gloo": said}}, indent=2) + "\n", encoding="utf-8")
     raise SystemExit(0 if all(result["right"] for result in said.values()) else 1)
 
 

@@ -17,12 +17,20 @@ import click
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kv_canary.commands.facts import facts
 from kv_canary.config import CanaryConfig
-from kv_canary.constants import BACKENDS, WRITER_WORD
+from kv_canary.constants import WRITER_WORD
+from kv_canary.difftest.options import (
+    backend_option,
+    commit_option,
+    device_option,
+    jobs_option,
+    json_option,
+    number_option,
+)
+from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.simulator import Action, EngineConfig, GroupConfig
 from kv_canary.difftest.simulator.canary_engine import CanaryEngine
 from kv_canary.difftest.simulator.kv_bytes import flip_bit
@@ -315,14 +323,21 @@ def _tasks(case: Case, *, number: int, backend: str, device: str) -> Iterator[Ta
     "--runs", type=click.IntRange(1), default=200, show_default=True, help="Bits; a fifth of it of the others."
 )
 @click.option("--layers", default="32,80", show_default=True, help="Layers of the models, with commas.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")
-@click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="The canary's.")
-@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes.")
-@click.option("--seed", "number", type=click.IntRange(0), default=0, show_default=True, help="Of the first faults.")
-@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows here too.")
-@click.option("--commit", help="The commit under test, for --json. [default: what git says]")
+@device_option()
+@backend_option
+@jobs_option("Processes.")
+@number_option("Of the first faults.")
+@json_option("Write the rows here too.")
+@commit_option()
 def main(
-    runs: int, layers: str, device: str, backend: str, jobs: int, number: int, path: Path | None, commit: str | None
+    runs: int,
+    layers: str,
+    device: str,
+    backend: str,
+    jobs: int,
+    number: int,
+    json_path: Path | None,
+    commit: str | None,
 ) -> None:
     """Change bytes of cached K and V, one fault at a time, and see that it is found in time, and nothing else.
 
@@ -353,15 +368,8 @@ def main(
     if min(sizes) < 1:
         raise click.UsageError(f"kv-canary: stress: layers must be at least 1, got {layers}")
     console, begin, cells = Console(), time.monotonic(), list[Cell]()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.completed} of {task.total}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
     wanted = cases(runs=runs, layers=sizes)
-    with Progress(*columns, console=console, transient=True) as progress, processes(jobs) as pool:
+    with progress_bar(console) as progress, processes(jobs) as pool:
         for case in wanted:
             cells.append(Cell(case=case))
             bar = progress.add_task(f"{case.name}, {case.layers} layers", total=case.runs)
@@ -375,11 +383,11 @@ def main(
             if run_tasks(run, tasks, pool=pool, ahead=jobs + 1, take=take):
                 break
     show(cells, console, seconds=time.monotonic() - begin)
-    if path is not None:
+    if json_path is not None:
         rows = [cell.as_dict() for cell in cells]
         rows[0] |= facts(device, commit=commit, kind="seals")
         rows[0] |= {"seed": number, "backend": backend, "seconds": round(time.monotonic() - begin, 1)}
-        path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        json_path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     raise SystemExit(0 if len(cells) == len(wanted) and all(cell.passed for cell in cells) else 1)
 
 

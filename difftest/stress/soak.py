@@ -15,11 +15,19 @@ from typing import Any
 import click
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from kv_canary.commands.facts import facts
-from kv_canary.constants import BACKENDS
+from kv_canary.difftest.options import (
+    backend_option,
+    commit_option,
+    device_option,
+    jobs_option,
+    json_option,
+    number_option,
+)
+from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.simulator.actions import opening
 from kv_canary.difftest.stress import batching
 from kv_canary.difftest.stress.processes import prepare_backend, processes, run_tasks
@@ -267,18 +275,11 @@ def soak(
     """
     result = Soak()
     begin = time.monotonic()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.completed} of {task.total}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
     parts = (
         ("engine steps", result.steps, engine_steps, ("",)),
         ("forwards of transformers", result.forwards, forwards, batching.MODELS),
     )
-    with Progress(*columns, console=console, transient=True) as progress, processes(jobs) as pool:
+    with progress_bar(console) as progress, processes(jobs) as pool:
         for what, tally, wanted, models in parts:
             bar = progress.add_task(what, total=wanted)
             tasks = (
@@ -323,12 +324,12 @@ def show(result: Soak, console: Console) -> None:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--engine-steps", type=click.IntRange(0), default=20000, show_default=True, help="Of model engines.")
 @click.option("--forwards", type=click.IntRange(0), default=5000, show_default=True, help="Of transformers.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")
-@click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="The canary's.")
-@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes that live.")
-@click.option("--seed", "number", type=click.IntRange(0), default=0, show_default=True, help="Of the first life.")
-@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the facts here too.")
-@click.option("--commit", help="The commit under test, for --json. [default: what git says]")
+@device_option()
+@backend_option
+@jobs_option()
+@number_option()
+@json_option()
+@commit_option()
 def main(
     engine_steps: int,
     forwards: int,
@@ -336,7 +337,7 @@ def main(
     backend: str,
     jobs: int,
     number: int,
-    path: Path | None,
+    json_path: Path | None,
     commit: str | None,
 ) -> None:
     """Let healthy engines live and see that the canary says nothing.
@@ -376,9 +377,9 @@ def main(
         console=console,
     )
     show(result, console)
-    if path is not None:
+    if json_path is not None:
         given = {"backend": backend, "seed": number, "jobs": jobs}
-        path.write_text(
+        json_path.write_text(
             json.dumps({**facts(device, commit=commit, kind="soak"), **given, **result.as_dict()}, indent=2) + "\n"
         )
     raise SystemExit(0 if result.passed else 1)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from kv_canary.commands.facts import facts
+from kv_canary.difftest.options import commit_option, device_option, json_option
 from kv_canary.difftest.simulator.transfer import FULL, PAGE, READ_BYTES, SWA, Copy, PlacedRequest, TransferEngine
 from kv_canary.difftest.stress.transfer_faults import (
     BLAMED,
@@ -341,15 +342,15 @@ def describe(found: dict[str, Any]) -> str:
 
 
 @click.command()
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="cuda: two GPUs.")
+@device_option("cuda: two GPUs.")
 @click.option(
     "--backend",
     type=click.Choice(["reference", "triton"]),
     help="The canary's. [default: triton on cuda, else reference]",
 )
-@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the facts here too.")
-@click.option("--commit", help="The commit under test, for --json. [default: what git says]")
-def main(device: str, backend: str | None, path: Path | None, commit: str | None) -> None:
+@json_option()
+@commit_option()
+def main(device: str, backend: str | None, json_path: Path | None, commit: str | None) -> None:
     """Transfer requests between two processes, a prefill and a decode side, healthy and with faults.
 
     Nothing may be reported of a healthy transfer, and every fault must be found by the side that can see it.
@@ -378,8 +379,8 @@ def main(device: str, backend: str | None, path: Path | None, commit: str | None
         "wrong": [run.name for run, ok in zip(RUNS, good, strict=True) if not ok],
         "runs": [{"run": r["run"], **{side: _short(r[side]) for side in SIDES}} for r in results],
     }
-    if path is not None:
-        path.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    if json_path is not None:
+        json_path.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
     raise SystemExit(0 if all(good) else 1)
 
 

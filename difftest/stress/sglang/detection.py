@@ -14,11 +14,12 @@ from typing import Any
 import click
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kv_canary.commands.evidence_pages import fill
 from kv_canary.commands.facts import facts
+from kv_canary.difftest.options import commit_option, json_option
+from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.stress.sglang.engine import BYTES_PER_TOKEN, LAYERS
 from kv_canary.difftest.stress.sglang.faults import FAULTS, HEALTHY, Fault
 from kv_canary.difftest.stress.sglang.lives import COLUMNS, NONE, Column, Seen, Task, run
@@ -153,10 +154,10 @@ def show(rows: Sequence[dict[str, Any]], console: Console, *, seconds: float) ->
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--seeds", type=click.IntRange(1), default=5, show_default=True, help="Lives per fault.")
 @click.option("--fault", "names", multiple=True, help="Only faults whose names begin so. [default: all]")
-@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows here too.")
+@json_option("Write the rows here too.")
 @click.option("--page", "written", type=click.Path(dir_okay=False, path_type=Path), help="Write the page here too.")
-@click.option("--commit", help="The commit under test, for --json. [default: what git says]")
-def main(seeds: int, names: tuple[str, ...], path: Path | None, written: Path | None, commit: str | None) -> None:
+@commit_option()
+def main(seeds: int, names: tuple[str, ...], json_path: Path | None, written: Path | None, commit: str | None) -> None:
     """Bring the same faults into the same running SGLang, before kv-canary and before SGLang's own canary.
 
     A real scheduler of SGLang on the CPU, with a tiny model, serves seeded traffic: as it is, with the fault, and with
@@ -185,8 +186,7 @@ def main(seeds: int, names: tuple[str, ...], path: Path | None, written: Path | 
         raise click.BadParameter(f"must begin a name of {'; '.join(f.name for f in KNOWN)}", param_hint="--fault")
     console = Console()
     begin = time.monotonic()
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.completed} lives"))
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+    with progress_bar(console, "what bar lives elapsed") as progress:
         bar = progress.add_task("", total=len(chosen) * seeds * (len(COLUMNS) + 1))
         try:
             rows = campaign(chosen, range(seeds), tick=lambda name: progress.update(bar, advance=1, description=name))
@@ -196,8 +196,8 @@ def main(seeds: int, names: tuple[str, ...], path: Path | None, written: Path | 
     shared = facts("cpu", commit=commit, kind="sglang_detection")
     shared["versions"]["sglang"] = installed("sglang")
     rows = [{**row, **shared} for row in rows]
-    if path is not None:
-        path.write_text(json.dumps(rows, indent=1) + "\n")
+    if json_path is not None:
+        json_path.write_text(json.dumps(rows, indent=1) + "\n")
     if written is not None:
         written.write_text(fill(page(rows)), encoding="utf-8")
     raise SystemExit(1 if any(True for row in rows for _ in objections(row)) else 0)
