@@ -18,7 +18,7 @@ from kv_canary.difftest.simulator.scripted_engine import ScriptedEngine, kv_sour
 from kv_canary.errors import must_be
 from kv_canary.runtime.capacities import CanaryLimits
 from kv_canary.runtime.pools import BufferGroup, KvPool
-from kv_canary.transfer import TransferBuffer, buffers
+from kv_canary.transfer import TransferBuffer, buffers, is_of_the_canary
 
 FULL, SWA = "full", "swa"
 PAGE = 4
@@ -79,8 +79,14 @@ class TransferEngine(ScriptedEngine):
                 BufferGroup(name=FULL, pool=self.pools[FULL]),
                 BufferGroup(name=SWA, pool=self.pools[SWA], window=WINDOW, lut=self.lut),
             ],
+            # What records and samples see by themselves, wherever it runs.
             CanaryConfig(
-                backend=backend, records="head_and_tail", stride=1, ring_capacity=4096, max_reports_per_step=1024
+                backend=backend,
+                records="head_and_tail",
+                seals="off",
+                stride=1,
+                ring_capacity=4096,
+                max_reports_per_step=1024,
             ),
             limits=CanaryLimits(max_rows=MAX_ROWS, max_requests=MAX_ROWS - 1, max_tokens=256, max_len=MAX_LEN),
             random=random,
@@ -161,8 +167,8 @@ class TransferEngine(ScriptedEngine):
         return result
 
     def is_kv(self, copy: Copy) -> bool:
-        """Return whether a message holds K or V, not records."""
-        return 0 < copy.buffer < len(self.buffers[copy.pool]) - 1
+        """Return whether a message holds K or V, not records or seals."""
+        return not is_of_the_canary(self.buffers[copy.pool][copy.buffer])
 
     def item_bytes(self, copy: Copy, token_bytes: int) -> int:
         """Return how many bytes of each page are sent to a receiver that has `token_bytes` a token."""
