@@ -219,7 +219,7 @@ def test_the_summary_is_ready_for_json() -> None:
     engine.step((a, 1))
     reports = engine.found()
     summary = engine.manager.summary().as_dict()
-    assert set(summary.pop("memory")) == {"kv", "records", "seals", "tokens"}
+    assert set(summary.pop("memory")) == {"kv", "records", "seals", "tokens", "scratch"}
     assert set(summary.pop("cost")) == {"step_us", "host_us", "device_us", "device_waits"}
     assert summary == {
         "status": "healthy",
