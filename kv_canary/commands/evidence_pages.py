@@ -218,6 +218,12 @@ def _engine(found: Results, _: Sequence[str]) -> str:
     return f"{_table(head, rows)}\n\n{_source(found, 'h200_engine.json')}"
 
 
+def _kernel(name: str) -> str:
+    """Return a kernel's name without its types and places."""
+    name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return name.partition("<")[0].partition("(")[0].strip()
+
+
 def _engine_cost(found: Results, _: Sequence[str]) -> str:
     """Return a row for each canary and batch of `kv-canary bench engine`."""
     rows, operations = [], []
@@ -243,7 +249,7 @@ def _engine_cost(found: Results, _: Sequence[str]) -> str:
             ]
         )
         if row["mode"] == "ours" and done:
-            listed = ", ".join(f"`{name}` {o['us']:.1f}" for name, o in done.items())
+            listed = ", ".join(f"`{_kernel(name)}` {o['us']:.1f}" for name, o in done.items())
             operations.append(f"{row['model']} {row['shape']}: {listed}.")
     head = [
         "batch",

@@ -125,7 +125,7 @@ class CanarySummary:
         scrub: what going round the pools has seen; None where nothing is sealed.
         audits: what requests were held against when they came and when they ended; None where nothing is sealed.
         writes: what was held against what models have handed over; None where nothing is. As of now: it is waited for.
-        memory: bytes on the device: of the engine's K and V, of records, of seals, and of the table of tokens.
+        memory: bytes on the device: of the engine's K and V, records, seals, the table of tokens, scratch.
         dropped: log lines, events and bundles of this process that were dropped, because nobody took them in time.
     """
 
