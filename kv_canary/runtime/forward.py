@@ -614,13 +614,16 @@ class SingleForwardManager:
     def _launch_tail(self) -> None:
         for launches in self._launches:
             launches.write(self._shape)
-        # Either leaves most of a GPU idle.
-        with self._branch.beside():
+        try:
+            # Either leaves most of a GPU idle.
+            with self._branch.beside():
+                for launches in self._launches:
+                    launches.seal(self._shape)
             for launches in self._launches:
-                launches.seal(self._shape)
-        for launches in self._launches:
-            launches.tail(self._shape)
-        self._branch.join()
+                launches.tail(self._shape)
+        finally:
+            # An engine's capture does not survive a branch that is left open.
+            self._branch.join()
         if self.inner:
             self._advance_scratch()
 

@@ -137,10 +137,6 @@ class ListedSlots:
             slots = slots.clone() if slots.data_ptr() % 16 or not slots.is_contiguous() else slots
             verify_sealed(context, group, slots=slots, span=None, checked=checked)
             return
-        start = 0
-        for part in parts:
-            self._slots[start : start + len(part)].copy_(part)
-            start += len(part)
         size = round_up(count, len(self._slots))
         slots, step = self._slots[:size], context.state.kept_step
 
@@ -148,7 +144,16 @@ class ListedSlots:
             verify_sealed(context, group, slots=slots, span=None, checked=checked, step=step)
             slots.zero_()
 
-        self._replays.run((group.name, size, checked.data_ptr()), launch)
+        try:
+            start = 0
+            for part in parts:
+                slots[start : start + len(part)].copy_(part)
+                start += len(part)
+            self._replays.run((group.name, size, checked.data_ptr()), launch)
+        except BaseException:
+            # What is left there would be looked at with the next ones.
+            slots.zero_()
+            raise
 
     def forget_graphs(self) -> None:
         """Destroy the graphs that launches are replayed from."""

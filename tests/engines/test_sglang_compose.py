@@ -7,6 +7,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from kv_canary.engines.sglang import batches
@@ -120,6 +121,24 @@ def test_a_request_that_starts_again_in_its_row_is_asked_for_its_new_text() -> N
     assert found is not None
     assert found.newest_of_all is not None
     assert found.newest_of_all.tolist() == [71, 4]
+
+
+def test_the_newest_token_of_a_prompt_is_not_taken_from_what_was_generated() -> None:
+    mine, reqs = composer(), [Req("a", 3), Req("b", 5)]
+    reqs[0].output_ids += [50, 51]
+    composition = mine.compose(batch(reqs, torch.tensor([3, 5])))
+    assert composition is not None
+    newest = composition.source.newest
+    # Within the first one's prompt, and the other's only token.
+    found = newest(composition.members, np.array([2, 4]))
+    assert found is not None
+    assert found.tolist() == [2, 4]
+    # The other's next one is not there yet, then in another list.
+    assert newest(composition.members, np.array([2, 5])) is None
+    reqs[1].output_ids = [7, 8]
+    found = newest(composition.members, np.array([2, 5]))
+    assert found is not None
+    assert found.tolist() == [2, 8]
 
 
 def test_a_step_after_one_that_was_left_out_is_looked_at_anew() -> None:

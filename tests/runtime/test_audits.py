@@ -225,6 +225,23 @@ def test_launches_that_are_replayed_find_what_is_there_by_then(monkeypatch: pyte
     assert [(r.step, r.position) for r in engine.found()] == [(6, 12)]
 
 
+def test_slots_of_a_look_that_failed_are_not_looked_at_with_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CanaryContext, "new_replays", lambda _: Replays(lambda launch: launch))
+    engine = audited()
+    engine.manager.guard.contains = True
+    a, b = engine.add("a", 60), engine.add("b", 60)
+    engine.step((a, 9), (b, 5))
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(seals, "verify_sealed", fails)
+        complete(engine, a)
+    complete(engine, b)
+    assert verdicts(engine).told() == [("b", "intact", 5)]
+
+
 def test_a_request_of_which_only_a_part_was_looked_at_has_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     pools = make_pool(256, read_bytes=1), make_pool(256, name="other", read_bytes=1)
     groups = [kc.BufferGroup(name=name, pool=pool) for name, pool in zip(("full", "more"), pools, strict=True)]

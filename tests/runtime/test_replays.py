@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ import torch
 import kv_canary as kc
 from kv_canary.runtime import replays as replays_module
 from kv_canary.runtime.host import Mailbox
-from kv_canary.runtime.replays import MAX_GRAPHS, RUNS_BEFORE_CAPTURE, Launch, Replays
+from kv_canary.runtime.launches import GroupLaunches
+from kv_canary.runtime.replays import MAX_GRAPHS, RUNS_BEFORE_CAPTURE, Branch, Launch, Replays
 
 from .engine import Engine, full_engine, make_pool
 from .tape import Recorder
@@ -246,3 +249,70 @@ def test_a_mailbox_overwrites_nothing_that_a_copy_still_reads() -> None:
             under_way.pop(0).over = True
     assert len(box._sheets) == 3
     assert sorted(int(s.values[0]) for s in box._sheets) == [6, 7, 8]
+
+
+# Branches.
+
+
+class Stream:
+    """A stream that notes what waits for what."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self._log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens to streams while a graph is captured, without a GPU."""
+    log: list[str] = []
+    main = Stream("main", log)
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        log.append(f"on {stream.name}")
+        yield
+        log.append(f"off {stream.name}")
+
+    monkeypatch.setattr(replays_module, "_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream("side", log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    return log
+
+
+def test_a_branch_begins_behind_what_was_launched_and_is_waited_for_once(streams: list[str]) -> None:
+    branch = Branch()
+    with branch.beside():
+        streams.append("seal")
+    streams.append("verify")
+    branch.join()
+    branch.join()
+    assert streams == ["side waits for main", "on side", "seal", "off side", "verify", "main waits for side"]
+
+
+def test_where_nothing_is_captured_there_is_no_branch(streams: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays_module, "_capturing", lambda: False)
+    branch = Branch()
+    with branch.beside():
+        streams.append("seal")
+    branch.join()
+    assert streams == ["seal"]
+
+
+@pytest.mark.parametrize("fails", ["seal", "tail"])
+def test_a_launch_that_fails_leaves_no_branch_open(
+    fails: str, streams: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise RuntimeError("no")
+
+    engine = full_engine(seals="layer")
+    engine.step((engine.add("a", 20), 5))
+    monkeypatch.setattr(GroupLaunches, fails, failing)
+    streams.clear()
+    with pytest.raises(RuntimeError, match="no"):
+        engine.forward._launch_tail()
+    assert streams[-1] == "main waits for side"

@@ -70,21 +70,19 @@ class Requests:
         """Return the own token before each end; None where the host has not got one of them yet."""
         _, prompts, texts = self._of(members)
         at = ends - 1 - prompts
-        if np.minimum.reduce(at) < 0:
-            texts = list(map(_OUTPUT, members))
-            for i in (at < 0).nonzero()[0].tolist():
-                # From behind.
-                texts[i] = _PROMPT(members[i])
+        in_prompts = (at < 0).nonzero()[0].tolist() if np.minimum.reduce(at) < 0 else ()
         places = at.tolist()
-        try:
-            return np.fromiter(map(getitem, texts, places), np.int64, len(members))
-        except IndexError:
-            # Not there yet; or a list was put in the place of another, which grows no more.
-            texts[:] = map(_OUTPUT, members)
-        try:
-            return np.fromiter(map(getitem, texts, places), np.int64, len(members))
-        except IndexError:
-            return None
+        for _ in range(2):
+            asked = list(texts) if in_prompts else texts
+            for i in in_prompts:
+                # From behind.
+                asked[i] = _PROMPT(members[i])
+            try:
+                return np.fromiter(map(getitem, asked, places), np.int64, len(members))
+            except IndexError:
+                # Not there yet; or a list was put in the place of another, which grows no more.
+                texts[:] = map(_OUTPUT, members)
+        return None
 
     def discarded(self, member: Any, length: int) -> bool:
         """Whether a request finished without the token that was sampled behind its first `length` ones."""
