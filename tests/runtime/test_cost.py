@@ -116,4 +116,5 @@ def test_the_budget_takes_the_fixed_part_from_what_was_timed() -> None:
 def test_a_trial_says_what_a_step_costs_here() -> None:
     cost = measure_cost()
     assert cost is not None
-    assert 0 < cost.host_us <= cost.step_us
+    # On a CPU all of a step is the canary's. Both are medians, by clocks that are read at different moments.
+    assert 0 < cost.host_us < 1.5 * cost.step_us
