@@ -1,0 +1,1 @@
+"""The adapter for vLLM: a plugin that its workers load, see `plugin`."""

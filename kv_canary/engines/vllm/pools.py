@@ -1,0 +1,200 @@
+"""vLLM's KV caches as pools and groups: one group for each of its own, over the memory that its kernels are given.
+
+Blocks of all groups are numbered together, and lie in the same memory where groups overlay each other; a block is one
+group's at a time. Slot numbers are `block * block_size + offset`; block 0 is vLLM's null block, so slot 0 is nobody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kv_canary.errors import must_be
+from kv_canary.runtime.pools import BufferGroup, KvPool
+from kv_canary.specs.structures import KvSource
+
+# Kinds of groups whose slots hold one token each, by the names of their classes: a kind derived from one may not.
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec")
+_WINDOWED = ("SlidingWindowSpec", "SlidingWindowMLASpec")
+# Tokens whose K the CPU's kernels keep together, transposed.
+_TRANSPOSED = 32
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttachedGroup:
+    """A group of vLLM's and the canary's for it.
+
+    Args:
+        number: of vLLM's.
+        group: the canary's, whose tables are vLLM's.
+        block_size: tokens of a block, as the scheduler counts them.
+    """
+
+    number: int
+    group: BufferGroup
+    block_size: int
+
+
+def attach(worker: Any, *, read_bytes: int, drafts: frozenset[str]) -> tuple[list[AttachedGroup], list[str]]:
+    """Return the groups of a worker, and what of its KV cache is not covered, in words.
+
+    Args:
+        worker: whose KV cache is there.
+        read_bytes: bytes of a token that one fingerprint covers.
+        drafts: names of layers that a draft model writes, in forwards of its own.
+
+    Raises:
+        ValueError: nothing of it can be covered, or memory lies as the adapter does not know.
+    """
+    runner, config = worker.model_runner, worker.vllm_config
+    layers = config.compilation_config.static_forward_context
+    attached, uncovered = list[AttachedGroup](), list[str]()
+    pools: dict[tuple[Any, ...], KvPool] = {}
+    for number, found in enumerate(runner.kv_cache_config.kv_cache_groups):
+        spec = getattr(found.kv_cache_spec, "first_spec", found.kv_cache_spec)
+        kind = type(spec).__name__
+        if kind not in (*_FULL, *_WINDOWED):
+            uncovered.append(f"group {number} ({kind})")
+            continue
+        own = [name for name in found.layer_names if not getattr(layers[name], "kv_sharing_target_layer_name", None)]
+        names = [name for name in own if name not in drafts]
+        uncovered += [f"layer {name} (a draft model's)" for name in own if name in drafts]
+        if not names:
+            continue
+        views = {name: layers[name].kv_cache for name in names}
+        key = (*(view.data_ptr() for view in views.values()), spec.block_size)
+        if key not in pools:
+            pools[key] = _pool(
+                f"pool {len(pools)}" if pools else "pool",
+                views,
+                spec,
+                slots=runner.kv_cache_config.num_blocks * spec.block_size,
+                read_bytes=read_bytes,
+            )
+        window = max(spec.sliding_window - 1, 0) if kind in _WINDOWED else 0
+        group = BufferGroup(
+            name=f"swa {number}" if window else f"full {number}",
+            pool=pools[key],
+            window=window,
+            page_size=_page_size(runner, number, spec),
+        )
+        attached.append(AttachedGroup(number=number, group=group, block_size=spec.block_size))
+    if not attached:
+        expected = "with attention over slots of one token each"
+        raise ValueError(must_be("vllm adapter", "KV cache", expected, ", ".join(uncovered) or "no group"))
+    return attached, uncovered
+
+
+def _page_size(runner: Any, number: int, spec: Any) -> int:
+    """Return how many tokens an entry of a group's block table stands for."""
+    tables = getattr(getattr(runner, "input_batch", None), "block_table", None)
+    return int(spec.block_size if tables is None else tables[number].block_size)
+
+
+def _pool(name: str, views: Mapping[str, torch.Tensor], spec: Any, *, slots: int, read_bytes: int) -> KvPool:
+    """Return the pool of layers that share blocks.
+
+    Args:
+        name: how reports call it.
+        views: [blocks, heads, tokens, content] by layer, as its kernels are given it.
+        spec: vLLM's, of the layers.
+        slots: that blocks can name, as the scheduler numbers them.
+        read_bytes: see `attach`.
+    """
+    first = next(iter(views.values()))
+    halves = _transposed(views, spec) if first.device.type == "cpu" else _halves(views, spec, read_bytes=read_bytes)
+    return KvPool(
+        name=name,
+        num_slots=slots,
+        k_source=halves.k,
+        v_source=halves.v,
+        layer_names=tuple(halves.names),
+        device=first.device,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Halves:
+    """Where K and V of a pool lie, and how its sources are called, in order."""
+
+    k: KvSource
+    v: KvSource | None
+    names: Sequence[str]
+
+
+def _halves(views: Mapping[str, torch.Tensor], spec: Any, *, read_bytes: int) -> _Halves:
+    """Return K and V of layers in any order of their axes but the last: a source for each layer and head.
+
+    Where a head's bytes are no K and V side by side (packed or latent ones), all of them are the K.
+    """
+    first = next(iter(views.values()))
+    heads, element = first.shape[1], first.element_size()
+    content = first.shape[3] * element
+    k_bytes = spec.head_size * _size_of(spec.dtype)
+    is_split = spec.state_content_bytes is None and "MLA" not in type(spec).__name__ and k_bytes < content
+    rows = [_rows(view, head) for view in views.values() for head in range(heads)]
+    stride, tokens = first.stride(2) * element, first.shape[2]
+    widths = (k_bytes, content - k_bytes) if is_split else (content,)
+    sources = [
+        KvSource(
+            layers=tuple(rows),
+            page_size=tokens,
+            bytes_per_token=width,
+            read_bytes=min(read_bytes, width),
+            offset_bytes=0 if not half else k_bytes,
+            token_stride_bytes=stride,
+        )
+        for half, width in enumerate(widths)
+    ]
+    return _Halves(k=sources[0], v=sources[1] if is_split else None, names=_names(views, heads))
+
+
+def _rows(view: torch.Tensor, head: int) -> torch.Tensor:
+    """Return a head of a layer, uint8 [blocks, bytes], from its first token's first byte to its last one's last."""
+    blocks, _, tokens, content = view.shape
+    length = (tokens - 1) * view.stride(2) + content
+    start = view.storage_offset() + head * view.stride(1)
+    return torch.as_strided(view, (blocks, length), (view.stride(0), 1), start).view(torch.uint8)
+
+
+def _transposed(views: Mapping[str, torch.Tensor], spec: Any) -> _Halves:
+    """Return K and V as the CPU's kernels keep them: K as [content, tokens], V as [tokens, content], a head at a time.
+
+    Every number of a token is a source of its own.
+
+    Raises:
+        ValueError: they keep them in another way.
+    """
+    first = next(iter(views.values()))
+    heads, tokens, size = first.shape[1], first.shape[2], spec.head_size
+    is_known = first.dtype == torch.float32 and tokens == _TRANSPOSED and first.shape[3] == 2 * size
+    if not is_known or not first[0].is_contiguous():
+        expected = f"float32 in blocks of {_TRANSPOSED} tokens on a CPU"
+        got = f"{first.dtype} in blocks of {tokens}, shape {list(first.shape)}"
+        raise ValueError(must_be("vllm adapter", "KV cache", expected, got))
+    k, v, width = [], [], first.element_size()
+    for view in views.values():
+        flat = view.flatten(1)
+        for head in range(heads):
+            begin = head * 2 * tokens * size
+            for i in range(size):
+                k.append(flat[:, begin + i * tokens : begin + (i + 1) * tokens])
+                first_of_v = begin + tokens * size + i
+                v.append(flat[:, first_of_v : first_of_v + (tokens - 1) * size + 1])
+    common = {"page_size": tokens, "bytes_per_token": width, "read_bytes": width}
+    return _Halves(
+        k=KvSource(layers=tuple(k), **common),
+        v=KvSource(layers=tuple(v), token_stride_bytes=size * width, **common),
+        names=[f"{name}, number {i}" for name in _names(views, heads) for i in range(size)],
+    )
+
+
+def _names(layers: Iterable[str], heads: int) -> list[str]:
+    return [f"{layer} head {head}" for layer in layers for head in range(heads)]
+
+
+def _size_of(dtype: torch.dtype) -> int:
+    return torch.empty(0, dtype=dtype).element_size()

@@ -1,0 +1,493 @@
+"""The canary of one vLLM worker: what its methods call, see `hooks`, and what becomes of it.
+
+HEAD runs where the inputs of a step are complete and the model has not begun, TAIL behind the model; both on the stream
+that the model is called on and outside the engine's CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kv_canary.config import CanaryConfig
+from kv_canary.engines.patches import Patches
+from kv_canary.engines.vllm import hooks, pools, support, told
+from kv_canary.engines.vllm.blocks import Blocks, slots_of
+from kv_canary.engines.vllm.inputs import RunnerV1, RunnerV2, StepInputs, numbers
+from kv_canary.engines.vllm.requests import Member, Requests, identity_of, with_images
+from kv_canary.output import logger
+from kv_canary.reports import CanaryViolationError
+from kv_canary.runtime.batch import ForwardBatch
+from kv_canary.runtime.capacities import CanaryLimits
+from kv_canary.runtime.composition import BatchRequests, Composition
+from kv_canary.runtime.forward import SingleForwardManager
+from kv_canary.runtime.guard import Contained
+from kv_canary.runtime.host import send
+from kv_canary.runtime.manager import CanaryManager
+from kv_canary.runtime.summary import CanaryStatus
+from kv_canary.settings import is_asked_for
+
+# By the worker; a process has one, but for tests.
+_sessions: dict[int, Session] = {}
+
+
+def install(worker: Any) -> Session | None:
+    """Put a canary into a worker whose KV cache has just been made; None where nobody asks for one.
+
+    Raises:
+        ValueError: the worker is not one that the adapter serves; the text says why.
+    """
+    if (before := _sessions.pop(id(worker), None)) is not None:
+        before.close()
+    if not is_asked_for():
+        return None
+    session = _sessions[id(worker)] = Session(worker, config=CanaryConfig.from_env())
+    atexit.register(session.close)
+    return session
+
+
+def sessions() -> list[Session]:
+    """Return the sessions of this process."""
+    return list(_sessions.values())
+
+
+class Session:
+    """The canary of one worker.
+
+    Args:
+        worker: vLLM's, whose KV cache exists and holds nothing yet.
+        config: how to behave.
+
+    Raises:
+        ValueError: the worker is configured in a way that the adapter does not serve; the text says which.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, worker: Any, *, config: CanaryConfig) -> None:
+        support.check(worker)
+        self._is_v2, self._is_async = support.is_v2(worker), support.is_async(worker)
+        hooks.check_worker(worker, is_v2=self._is_v2)
+        if config.metrics_port:
+            # Every rank is a process with a port of its own.
+            config = dataclasses.replace(config, metrics_port=config.metrics_port + worker.rank)
+        self.worker, self.runner = worker, worker.model_runner
+        # Why the canary is off: "closed", once it is.
+        self.off = ""
+        drafts = support.draft_layers(self.runner, is_v2=self._is_v2)
+        self.groups, self.uncovered = pools.attach(worker, read_bytes=config.read_bytes, drafts=drafts)
+        settings = worker.vllm_config
+        most, longest = settings.scheduler_config.max_num_seqs, settings.model_config.max_model_len
+        # Requests that have ended may be in a step that is under way when others are in their place.
+        rows = 2 * most + 2
+        self.requests = Requests(num_rows=rows, max_len=longest)
+        self._blocks = Blocks(
+            self.groups,
+            num_rows=rows,
+            max_len=longest,
+            num_blocks=self.runner.kv_cache_config.num_blocks,
+            caches=bool(settings.cache_config.enable_prefix_caching),
+        )
+        self._reader = (RunnerV2 if self._is_v2 else RunnerV1)(self.runner, self.groups)
+        self.manager = CanaryManager(
+            [g.group for g in self.groups],
+            limits=CanaryLimits(
+                max_rows=rows, max_requests=most, max_tokens=self.runner.max_num_tokens, max_len=longest
+            ),
+            config=config,
+            rows=self.requests.owners,
+            ranks=support.ranks(worker, config),
+        )
+        self._patches = Patches(failed=lambda name, error: self.manager.guard.failed(f"vllm's {name}", error))
+        self._target = self.manager.forward("target")
+        # What the scheduler says of the step under way, its requests, and the canary around its forward.
+        self._scheduled: Any = None
+        self._batch: Any = None
+        self._composition: Composition | None = None
+        self._watched: SingleForwardManager | None = None
+        # Whether something was launched since the last look at what was found.
+        self._pending = False
+        # Results that nobody else asks for on this rank, oldest first.
+        self._unread: list[Callable[[], Any]] = []
+        self._reads = not support.is_output_rank(worker)
+        try:
+            self._hook()
+            self.manager.warm_up(self._reader.tables, is_given=True, has_table_rows=True)
+        except BaseException:
+            self._patches.undo_all()
+            self.manager.close()
+            raise
+        logger.info(
+            "kv-canary: installed into vllm %s: model runner %s, mode %s, backend %s, groups %s%s",
+            hooks.vllm_version(),
+            "V2" if self._is_v2 else "V1",
+            config.mode,
+            self.manager.backend,
+            ", ".join(f"{g.group.name} ({g.group.pool.num_slots} slots)" for g in self.groups),
+            f"; not covered: {', '.join(self.uncovered)}" if self.uncovered else "",
+        )
+
+    def _hook(self) -> None:
+        wrap, worker = self._patches.wrap, self.worker
+        wrap(worker, "execute_model", self._execute_model)
+        wrap(worker, "sample_tokens", self._sample_tokens)
+        wrap(worker, "shutdown", self._shutdown)
+        wrap(worker, "sleep", self._sleep)
+        wrap(worker, "wake_up", self._wake_up)
+        worker.kv_canary_status = self.status
+        if self._is_v2:
+            wrap(self.runner, "prepare_attn", self._prepare_attn)
+            self._around_connector()
+        else:
+            wrap(self.runner, "_model_forward", self._model_forward)
+
+    def _around_connector(self) -> None:
+        """Stand in the place of the connector of model runner V2, which is called right before the model and behind it."""
+        self.runner.kv_connector = _Connector(self.runner.kv_connector, self)
+
+    # What vLLM calls.
+
+    def _execute_model(self, original: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        """Called around `Worker.execute_model`."""
+        self._begin_step(scheduled)
+        try:
+            result = original(scheduled, *args, **kwargs)
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            self._scheduled = None
+        if self._watched is not None:
+            # Behind the model nobody has called us.
+            self._give_up()
+        if not scheduled.total_num_scheduled_tokens:
+            self.idle()
+        return result
+
+    def _sample_tokens(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Called around `Worker.sample_tokens`."""
+        result = original(*args, **kwargs)
+        with self._contain("taking in what was sampled"):
+            self._take_result(result)
+        return result
+
+    def _shutdown(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Called around `Worker.shutdown`."""
+        self.close()
+        return original(*args, **kwargs)
+
+    def _sleep(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Called around `Worker.sleep`, which gives the memory of the KV cache back."""
+        self._forget_all("putting the engine to sleep")
+        return original(*args, **kwargs)
+
+    def _wake_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Called around `Worker.wake_up`, behind which the KV cache holds nothing that it held."""
+        result = original(*args, **kwargs)
+        self._forget_all("waking the engine up")
+        return result
+
+    def _model_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Called around the model of runner V1."""
+        self.before(None)
+        result = original(*args, **kwargs)
+        self.after()
+        return result
+
+    def _prepare_attn(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Called around what runner V2 does with a batch whose inputs are there."""
+        self._batch = batch
+        return original(batch, *args, **kwargs)
+
+    def before_model(self, scheduled: Any) -> None:
+        """Called right before the model of runner V2, in warm-ups too."""
+        batch, self._batch = self._batch, None
+        if scheduled is self._scheduled and batch is not None:
+            self.before(batch)
+
+    # What becomes of it.
+
+    def before(self, batch: Any) -> None:
+        """Begin the forward of the step that is under way, and run HEAD.
+
+        Args:
+            batch: V2's `InputBatch`; None: V1's is the runner's own.
+        """
+        scheduled = self._scheduled
+        if scheduled is None or self.off:
+            return
+        watched = self._target
+        with self._contain("following a forward") as part:
+            inputs = self._reader.read(scheduled, batch)
+            described, why = self._described(inputs)
+            if described is None:
+                watched.skip(inputs.out_slots, why=why)
+                return
+            try:
+                watched.begin(described)
+                watched.head()
+            except BaseException:
+                watched.abort()
+                raise
+            self._watched = watched
+        if part.failed:
+            self._forget()
+
+    def after(self) -> None:
+        """Run TAIL, and end the forward."""
+        watched, self._watched = self._watched, None
+        if watched is None:
+            return
+        self._pending = True
+        try:
+            watched.tail()
+            watched.end()
+        except BaseException:
+            watched.abort()
+            raise
+
+    def idle(self) -> None:
+        """Report what the last forward found: nothing is to be run, so that waiting costs nothing."""
+        if self._pending and not self.off:
+            self._pending = False
+            self.manager.flush()
+
+    def status(self) -> dict[str, Any]:
+        """Return what the canary has done and what it does not cover; JSON-ready."""
+        self.idle()
+        summary = self.manager.summary().as_dict()
+        if self.off:
+            summary["status"] = CanaryStatus.DISABLED
+        return {
+            **summary,
+            "off": self.off,
+            "mode": self.manager.config.mode,
+            "rank": self.worker.rank,
+            "process": os.getpid(),
+            "runner": "V2" if self._is_v2 else "V1",
+            "groups": [g.group.name for g in self.groups],
+            "not_covered": self.uncovered,
+        }
+
+    def close(self) -> None:
+        """Report what is left, and leave the worker as it was found; the second call does nothing."""
+        _sessions.pop(id(self.worker), None)
+        atexit.unregister(self.close)
+        self._patches.undo_all()
+        if isinstance(connector := getattr(self.runner, "kv_connector", None), _Connector):
+            self.runner.kv_connector = connector.inner
+        vars(self.worker).pop("kv_canary_status", None)
+        if not self.off:
+            self.off = "closed"
+            try:
+                self.manager.flush()
+            except CanaryViolationError as error:
+                logger.error("kv-canary: %s", error)
+            finally:
+                self.manager.close()
+
+    def _contain(self, part: str) -> Contained:
+        return self.manager.guard.contain(part)
+
+    @contextlib.contextmanager
+    def _following(self, what: str) -> Iterator[None]:
+        """Contain the following of what becomes of slots: where that fails, no record can be relied on."""
+        with self._contain(f"following {what}") as part:
+            yield
+        if part.failed:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Take in that nobody can say what any slot holds: all of them are taken in anew, as they are read."""
+        for pool in self.manager.pools:
+            self.manager.unverified.forget_all(pool)
+
+    def _forget_all(self, what: str) -> None:
+        with self._contain(what):
+            self.manager.flush()
+            self.manager.clear()
+
+    def _give_up(self) -> None:
+        """Take in that the engine's forward has raised, which goes on to the engine, and nothing else."""
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            try:
+                watched.abort()
+            except Exception:
+                logger.exception("kv-canary: vllm adapter: a forward that raised could not be given up")
+
+    def _begin_step(self, scheduled: Any) -> None:
+        """Take in what the scheduler says of a step: who has come and gone, and whose blocks are whose."""
+        self._composition = None
+        if self.off:
+            return
+        self._scheduled = scheduled
+        with self._contain("taking in what was sampled"):
+            self._read_results()
+            self.requests.take()
+        with self._following("the scheduler's step"):
+            self._blocks.begin_step()
+            for name in scheduled.finished_req_ids:
+                self._leave(self.requests.end(name), is_over=True)
+            for name in scheduled.preempted_req_ids or ():
+                self._leave(self.requests.pause(name), is_over=False)
+            told_salts = told.salts(scheduled) or {}
+            for new in scheduled.scheduled_new_reqs:
+                self._admit(new, salt=told_salts.get(new.req_id))
+            self._go_on(scheduled.scheduled_cached_reqs)
+            self._hand_out(scheduled.kv_cache_block_copies or ())
+
+    def _admit(self, new: Any, *, salt: str | None) -> None:
+        tokens = new.prompt_token_ids if new.prefill_token_ids is None else new.prefill_token_ids
+        tokens, shown = with_images(tokens, new.mm_features)
+        member = self.requests.start(new.req_id, tokens, identity=identity_of(new, salt=salt))
+        self.requests.shown[member.row] = shown
+        self._blocks.admit(member.row, new.block_ids, new.num_computed_tokens)
+
+    def _go_on(self, cached: Any) -> None:
+        """Take in the blocks of requests that go on."""
+        resumed, names = cached.resumed_req_ids, cached.req_ids
+        for i, blocks in enumerate(cached.new_block_ids):
+            if blocks is None and not resumed:
+                continue
+            if names[i] in resumed:
+                tokens = cached.all_token_ids.get(names[i])
+                member = self.requests.resume(names[i], tokens)
+                self._blocks.admit(member.row, blocks, cached.num_computed_tokens[i])
+            elif blocks is not None:
+                self._blocks.append(self.requests[names[i]].row, blocks)
+
+    def _leave(self, member: Member | None, *, is_over: bool) -> None:
+        """Take in that a request has given its blocks back, for good or for a while."""
+        if member is None or not member.row:
+            return
+        self.manager.row_ended(member.row)
+        freed = self._blocks.end(member.row)
+        if is_over and self.manager.completes and any(map(len, freed.slots.values())):
+            self.manager.complete(member.name, freed.slots)
+        for group in self.groups:
+            if len(slots := freed.unreachable[group.group.name]):
+                self.manager.retire(group.group.pool, slots, owner=member.owner)
+        self.requests.let_go(member)
+
+    def _hand_out(self, copies: Sequence[Any]) -> None:
+        """Take in blocks that were handed out, in whatever group they have been before, and blocks that are copied."""
+        for _, slots in self._blocks.take_fresh():
+            for pool in self.manager.pools:
+                self.manager.retire(pool, slots)
+        for copied in copies:
+            for group in self.groups:
+                src, dst = (
+                    torch.from_numpy(slots_of(numbers(block + 1)[block:], group.block_size))
+                    for block in (copied.src_block_id, copied.dst_block_id)
+                )
+                self.manager.move(group.group.pool, src, dst, owner=0)
+
+    def _described(self, inputs: StepInputs) -> tuple[ForwardBatch | None, str]:
+        """Return what can be said of a forward; None, and why, where that is nothing."""
+        try:
+            composition = self.requests.compose(inputs.names)
+        except KeyError as error:
+            return None, f"a request that the scheduler has not named ({error})"
+        rows, prefix = composition.rows, inputs.prefix
+        if not rows.all():
+            return None, "a request that has no blocks"
+        if (self.requests.lengths[rows] < prefix).any():
+            return None, "the newest tokens are not known yet"
+        self._composition = composition
+        requests = BatchRequests(
+            composition,
+            prefix=prefix,
+            extend=inputs.extend,
+            pending=self._blocks.pending(rows, prefix, inputs.extend),
+            newest=self.requests.newest_of(rows, prefix),
+            table_rows=numbers(len(rows)),
+        )
+        self._blocks.ends[rows] = requests.ends
+        return (
+            ForwardBatch(
+                requests=requests,
+                input_ids=self._input_ids(inputs, composition),
+                positions=inputs.positions,
+                # Behind the tokens is padding, which is -1; among them it would be a wrong index.
+                out_slots=inputs.out_slots,
+                tables=self._reader.tables,
+                lengths=inputs.lengths,
+            ),
+            "",
+        )
+
+    def _input_ids(self, inputs: StepInputs, composition: Composition) -> torch.Tensor:
+        """Return the tokens that the model is given, the placeholders of images told apart as in the requests' own."""
+        ids, prefix = inputs.input_ids, inputs.prefix
+        ends = np.minimum(self.requests.shown[composition.rows], prefix + inputs.extend)
+        if not (ends > prefix).any():
+            return ids
+        ids, starts = ids.clone(), inputs.extend.cumsum() - inputs.extend
+        for n in np.flatnonzero(ends > prefix).tolist():
+            own = self.requests.tokens(composition.members[n], int(prefix[n]), int(ends[n]))
+            (sent,) = send(ids.device, own)
+            ids[int(starts[n]) : int(starts[n]) + len(own)] = sent.to(ids.dtype)
+        return ids
+
+    def _take_result(self, result: Any) -> None:
+        """Take in what a step has sampled, now or once somebody has waited for it."""
+        composition = self._composition
+        if composition is None or result is None:
+            return
+        if not hasattr(result, "get_output"):
+            self._take_output(composition, result)
+            return
+        original, taken = result.get_output, threading.Event()
+
+        def get_output(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            if not taken.is_set():
+                taken.set()
+                # In a thread of the engine's: the guard's clock is not for that.
+                try:
+                    self._take_output(composition, output)
+                except Exception as error:
+                    self.manager.guard.failed("taking in what was sampled", error)
+            return output
+
+        if self._reads:
+            self._unread.append(get_output)
+        else:
+            result.get_output = get_output
+
+    def _take_output(self, composition: Composition, output: Any) -> None:
+        if output.sampled_token_ids:
+            self.requests.sampled(composition, output.req_ids, output.sampled_token_ids)
+
+    def _read_results(self) -> None:
+        """Ask for results that nobody else asks for on this rank; that of the step under way is not there yet."""
+        keep = 1 if self._is_async else 0
+        while len(self._unread) > keep:
+            self._unread.pop(0)()
+
+
+class _Connector:
+    """The KV connector of model runner V2, with HEAD behind what it does before the model, and TAIL behind the model."""
+
+    def __init__(self, inner: Any, session: Session) -> None:
+        self.inner, self._session = inner, session
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def pre_forward(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self.inner.pre_forward(scheduled, *args, **kwargs)
+        self._session.before_model(scheduled)
+        return result
+
+    def finish_forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._session.after()
+        return self.inner.finish_forward(*args, **kwargs)

@@ -1,0 +1,93 @@
+"""The configurations of vLLM that the adapter can serve, and what it reads off them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kv_canary.config import CanaryConfig
+from kv_canary.errors import must_be
+from kv_canary.ranks import RankGroup
+
+# Sizes of groups of ranks that share out what the adapter takes to be in one place, and how.
+_ONE = {
+    "pipeline_parallel_size": "what is sampled is known on the last stage only",
+    "decode_context_parallel_size": "contexts are split over ranks",
+    "prefill_context_parallel_size": "contexts are split over ranks",
+}
+
+
+def check(worker: Any) -> None:
+    """See that the adapter serves what a worker is configured for.
+
+    Raises:
+        ValueError: it does not; the text names the setting.
+    """
+    config = worker.vllm_config
+    _check_kind(worker)
+    for name, reason in _ONE.items():
+        if (size := getattr(config.parallel_config, name, 1) or 1) > 1:
+            raise ValueError(must_be("vllm adapter", name, f"1 ({reason})", str(size)))
+    unserved = {
+        "kv_transfer_config": (config.kv_transfer_config, "KV comes from outside, without records"),
+        "ec_transfer_config": (getattr(config, "ec_transfer_config", None), "encoders run in another process"),
+        "enable_dbo": (getattr(config.parallel_config, "enable_dbo", False), "forwards are split in two"),
+        "enable_prompt_embeds": (config.model_config.enable_prompt_embeds, "prompts have no tokens"),
+        "kv_sharing_fast_prefill": (
+            getattr(config.cache_config, "kv_sharing_fast_prefill", False),
+            "layers leave tokens out",
+        ),
+        "diffusion_config": (getattr(config, "diffusion_config", None), "tokens are written again and again"),
+    }
+    for name, (value, reason) in unserved.items():
+        if value:
+            raise ValueError(must_be("vllm adapter", name, f"off ({reason})", "on"))
+    if config.model_config.is_encoder_decoder:
+        raise ValueError(must_be("vllm adapter", "model", "without a cross-attention cache", "an encoder-decoder"))
+    if config.speculative_config is not None and config.scheduler_config.async_scheduling:
+        expected = "off with speculation (the host does not know how long requests are): --no-async-scheduling"
+        raise ValueError(must_be("vllm adapter", "async_scheduling", expected, "on"))
+
+
+def _check_kind(worker: Any) -> None:
+    known = [cls for cls in type(worker).__mro__ if cls.__module__ == "vllm.v1.worker.gpu_worker"]
+    if not known:
+        got = f"{type(worker).__module__}.{type(worker).__qualname__}"
+        raise ValueError(must_be("vllm adapter", "worker", "derived from vllm.v1.worker.gpu_worker.Worker", got))
+
+
+def is_v2(worker: Any) -> bool:
+    """Whether a worker has model runner V2."""
+    return bool(worker.use_v2_model_runner)
+
+
+def is_async(worker: Any) -> bool:
+    """Whether a step is prepared before the tokens of the step before it are known."""
+    return bool(worker.vllm_config.scheduler_config.async_scheduling)
+
+
+def is_output_rank(worker: Any) -> bool:
+    """Whether it is this rank whose results the engine asks for."""
+    return worker.rank % worker.vllm_config.parallel_config.tensor_parallel_size == 0
+
+
+def ranks(worker: Any, config: CanaryConfig) -> RankGroup | None:
+    """Return the tensor-parallel ranks, where they have something to agree on; every process makes this call."""
+    size = worker.vllm_config.parallel_config.tensor_parallel_size
+    if size == 1 or (config.mode != "raise" and not config.digest_every):
+        return None
+    import torch.distributed as dist
+
+    mine = None
+    for first in range(0, dist.get_world_size(), size):
+        group = RankGroup.new([first + i for i in range(size)])
+        mine = group or mine
+    return mine
+
+
+def draft_layers(runner: Any, *, is_v2: bool) -> frozenset[str]:
+    """Return the names of the layers that a draft model writes, behind the forward of the target."""
+    drafter = getattr(runner, "speculator" if is_v2 else "drafter", None)
+    for name in ("draft_attn_layer_names", "_draft_attn_layer_names", "attn_layer_names"):
+        if found := getattr(drafter, name, None):
+            return frozenset(found)
+    return frozenset()
