@@ -21,7 +21,7 @@ MINUTES ?= 30
 # Processes of `make soak` and `make chaos`.
 JOBS ?= 2
 
-.PHONY: help setup demo check test test-long test-tf517 test-sglang fuzz mutants planted soak chaos evidence clean
+.PHONY: help setup demo check test test-long test-tf517 test-sglang test-vllm fuzz mutants planted soak chaos evidence clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -41,10 +41,10 @@ check: .venv/.stamp ## lint, formatting, types
 	MYPYPATH=.venv/typecheck .venv/bin/mypy .venv/typecheck/kv_canary
 
 test: check ## check, then the tests, Triton in its interpreter
-	.venv/bin/pytest -n 2 --dist worksteal --benchmark-disable --examples 30 -m 'not tf517 and not long' --ignore tests/sglang
+	.venv/bin/pytest -n 2 --dist worksteal --benchmark-disable --examples 30 -m 'not tf517 and not long' --ignore tests/sglang --ignore tests/vllm
 
 test-long: .venv/.stamp .venv-sglang/.stamp ## the tests that take long, SGLang's too
-	.venv/bin/pytest -n 2 --benchmark-disable -m 'long and not tf517' --ignore tests/sglang
+	.venv/bin/pytest -n 2 --benchmark-disable -m 'long and not tf517' --ignore tests/sglang --ignore tests/vllm
 	.venv/bin/pytest -n 2 --examples 400 tests/difftest/test_every_op.py tests/difftest/test_naive.py
 	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest -n 2 --dist worksteal -m long tests/sglang
 
@@ -53,6 +53,9 @@ test-tf517: .venv-tf517/.stamp ## the adapter's tests with the oldest transforme
 
 test-sglang: .venv-sglang/.stamp ## the adapter in SGLang's own engine, on the CPU, in .venv-sglang
 	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest -n 2 --dist worksteal -m 'not long' tests/sglang
+
+test-vllm: .venv-vllm/.stamp ## the adapter in vLLM's own engine, on the CPU, in .venv-vllm
+	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest -n 2 --dist loadgroup -m 'not long' tests/vllm
 
 fuzz: .venv/.stamp ## look for differences between kernels and references for half an hour (MINUTES=...)
 	.venv/bin/kv-canary difftest fuzz --minutes $(MINUTES) --database .hypothesis/examples
@@ -75,7 +78,7 @@ evidence: .venv/.stamp ## which measured results are of this code, and do the pa
 	.venv/bin/kv-canary evidence
 
 clean: ## remove environments, builds and caches; found counterexamples stay
-	rm -rf .venv .venv-tf517 .venv-sglang build dist *.egg-info tests/sglang/environment/*.egg-info .benchmarks .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-tf517 .venv-sglang .venv-vllm build dist *.egg-info tests/{sglang,vllm}/environment/*.egg-info .benchmarks .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.stamp: constraints.txt pyproject.toml
@@ -86,6 +89,9 @@ clean: ## remove environments, builds and caches; found counterexamples stay
 
 .venv-sglang/.stamp: constraints-sglang.txt pyproject.toml tests/sglang/environment/pyproject.toml
 	$(call install,.venv-sglang,cat constraints-sglang.txt,--no-deps -r .venv-sglang/constraints.txt -e . -e tests/sglang/environment)
+
+.venv-vllm/.stamp: constraints-vllm.txt pyproject.toml tests/vllm/environment/pyproject.toml
+	$(call install,.venv-vllm,cat constraints-vllm.txt,--no-deps -r .venv-vllm/constraints.txt -e . -e tests/vllm/environment)
 
 # $(call install,folder,command,packages): make an environment of the packages, in the versions that `command` prints.
 # torch comes first and by itself: the build that pip prefers (a local CPU one, say) is taken, and then pinned to the

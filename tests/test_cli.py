@@ -359,7 +359,7 @@ def test_doctor_without_triton_and_with_an_engine_of_another_version(monkeypatch
     assert "got 4.40.0" in found.problems[0]
     # What is said to be installed is not: looked for, the hooks' targets are not there.
     assert "engine sglang: kv-canary: sglang adapter: sglang must be" in found.problems[1]
-    assert "engine vllm: there is no adapter for it yet" in found.problems[2]
+    assert "engine vllm: kv-canary: vllm adapter: vllm must be" in found.problems[2]
 
 
 @pytest.mark.usefixtures("no_processes")

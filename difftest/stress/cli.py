@@ -14,6 +14,7 @@ CAMPAIGNS = ("chaos", "detection", "overlap", "ranks", "seals", "soak", "transfe
     elsewhere={
         **{name: f"kv_canary.difftest.stress.{name}:main" for name in CAMPAIGNS},
         "sglang": "kv_canary.difftest.stress.sglang.detection:main",
+        "vllm": "kv_canary.difftest.stress.vllm.detection:main",
     },
 )
 def stress() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
+import select
 import signal
+import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -56,6 +60,49 @@ def run_tasks(
         for future in pending:
             future.cancel()
     return False
+
+
+def in_fork(work: Callable[[], dict[str, Any]], *, patience: float) -> dict[str, Any]:
+    """Return what `work` returns in a copy of this process, which is as fresh for the next; it goes by JSON.
+
+    Where it raises, hangs or ends there, that is all that is returned, in words, under "error".
+
+    Args:
+        work: what is done.
+        patience: seconds that it may take.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        # Nothing may leave this block: the caller goes on in the parent.
+        try:
+            os.close(reading)
+            try:
+                done = work()
+            except Exception:
+                done = {"error": traceback.format_exc()}
+            with os.fdopen(writing, "w") as pipe:
+                json.dump(done, pipe)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    parts, deadline = [], time.monotonic() + patience
+    try:
+        while True:
+            ready, _, _ = select.select([reading], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                os.kill(child, signal.SIGKILL)
+                return {"error": f"the engine hung for {patience:g} s"}
+            part = os.read(reading, 1 << 16)
+            if not part:
+                break
+            parts.append(part)
+    finally:
+        os.close(reading)
+        os.waitpid(child, 0)
+    text = b"".join(parts)
+    found: dict[str, Any] = json.loads(text) if text else {"error": "the engine's process ended"}
+    return found
 
 
 def prepare_backend(device: str, backend: str) -> None:

@@ -20,6 +20,7 @@ from kv_canary.commands.trial import measure_cost
 from kv_canary.config import CanaryConfig, other_parts
 from kv_canary.engines.sglang import hooks
 from kv_canary.engines.transformers_layouts import layout_class
+from kv_canary.engines.vllm import hooks as vllm_hooks
 from kv_canary.perturb import PerturbConfig
 from kv_canary.reports.versions import installed, versions
 from kv_canary.runtime.cost import CanaryCost
@@ -185,8 +186,6 @@ def _engine(name: str) -> EngineCheck:
     version = installed(name)
     if version is None:
         return EngineCheck(name=name, version=None, supported=False, detail="not installed")
-    if name not in _ADAPTERS:
-        return EngineCheck(name=name, version=version, supported=False, detail="there is no adapter for it yet")
     try:
         detail = _ADAPTERS[name](version)
     except ValueError as error:
@@ -211,8 +210,20 @@ def _sglang(version: str) -> str:
     return "turned on by KV_CANARY_MODE=log or raise, in the environment of the server"
 
 
+def _vllm(version: str) -> str:
+    """See whether vLLM finds the plugin, and the plugin all that it hooks; return how to turn it on."""
+    if not any(e.value.startswith("kv_canary.") for e in entry_points(group="vllm.general_plugins")):
+        raise ValueError("vLLM does not find the plugin: install kv-canary itself, not only its folder")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "kv-canary" not in (name.strip() for name in allowed.split(",")):
+        raise ValueError(f"VLLM_PLUGINS={allowed} leaves the plugin kv-canary out")
+    if version.partition("+")[0] != vllm_hooks.TESTED:
+        vllm_hooks.check()
+    return "turned on by KV_CANARY_MODE=log or raise, in the environment of the server"
+
+
 # Per engine: says more of a supported version, or raises ValueError.
-_ADAPTERS: dict[str, Callable[[str], str]] = {"transformers": _transformers, "sglang": _sglang}
+_ADAPTERS: dict[str, Callable[[str], str]] = {"transformers": _transformers, "sglang": _sglang, "vllm": _vllm}
 
 
 def _devices() -> tuple[str, ...]:
@@ -248,10 +259,11 @@ def _warnings(config: CanaryConfig | None, perturb: PerturbConfig | None, engine
     warnings = []
     if config is not None and config.mode == "off":
         warnings.append(f"the canary is off: the environment says so ({ENVIRONMENT}MODE)")
-    if config is not None and config.metrics_port and ("sglang" in engines or installed("sglang") is not None):
+    several = [n for n in ("sglang", "vllm") if n in engines or installed(n) is not None]
+    if config is not None and config.metrics_port and several:
         warnings.append(
-            f"in SGLang every rank is served on a port of its own, {config.metrics_port} plus its number: "
-            "those of the ranks after the first were not tried"
+            f"in {' and '.join(several)} every rank is served on a port of its own, {config.metrics_port} plus its "
+            "number: those of the ranks after the first were not tried"
         )
     if perturb is not None:
         warnings.append(f"faults are injected on purpose: {perturb.mode} (KV_CANARY_PERTURB_...)")

@@ -141,6 +141,11 @@ KINDS = {
         sources=RUNTIME,
         command="kv-canary stress sglang --json FILE",
     ),
+    "vllm_detection": Evidence(
+        files=("vllm_detection.json",),
+        sources=RUNTIME,
+        command="kv-canary stress vllm --json bench/results/vllm_detection.json --page docs/vllm-detection.md",
+    ),
 }
 
 

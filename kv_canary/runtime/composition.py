@@ -116,6 +116,7 @@ class BatchRequests(Sequence[ForwardRequest]):
         pending: int64 [requests]; None: none is. See `ForwardRequest`.
         table_rows: int64 [requests], of the tables of this forward; None: the rows.
         newest: int64 [requests] own token before each prefix, where the adapter has them at hand; None: it is asked.
+        drafts: whether some of the new tokens are guesses, which may yet be rejected.
 
     Attributes:
         rows, owners: those of the composition.
@@ -129,6 +130,7 @@ class BatchRequests(Sequence[ForwardRequest]):
         "_num_cached",
         "_num_tokens",
         "composition",
+        "drafts",
         "extend",
         "newest_of_all",
         "owners",
@@ -148,7 +150,9 @@ class BatchRequests(Sequence[ForwardRequest]):
         pending: Int64s | None = None,
         newest: Int64s | None = None,
         table_rows: Int64s | None = None,
+        drafts: bool = False,
     ) -> None:
+        self.drafts = drafts
         self.composition, self.prefix, self.extend, self.pending = composition, prefix, extend, pending
         self.table_rows = table_rows
         self.newest_of_all, self.rows, self.owners = newest, composition.rows, composition.owners

@@ -710,7 +710,7 @@ class SingleForwardManager:
         if batch is None or self.inner or self._captured is not None:
             return
         requests = batch.arrays
-        if not requests.is_composed or requests.num_tokens == len(requests):
+        if not requests.is_composed or requests.drafts or requests.num_tokens == len(requests):
             return
         with self.context.guard.contain("bringing rows up behind a forward") as part:
             state.go_ahead(requests, backend=self.context.backend)

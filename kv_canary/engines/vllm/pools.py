@@ -31,15 +31,21 @@ class AttachedGroup:
         number: of vLLM's.
         group: the canary's, whose tables are vLLM's.
         block_size: tokens of a block, as the scheduler counts them.
+        layers: vLLM's names of its layers, in the order of the pool's sources.
+        sources_of_a_head: into how many sources of K, and of V, each head of a layer is split.
+        is_draft: whether a draft model writes it.
     """
 
     number: int
     group: BufferGroup
     block_size: int
+    layers: tuple[str, ...]
+    sources_of_a_head: int
+    is_draft: bool = False
 
 
 def attach(worker: Any, *, read_bytes: int, drafts: frozenset[str]) -> tuple[list[AttachedGroup], list[str]]:
-    """Return the groups of a worker, and what of its KV cache is not covered, in words.
+    """Return the groups of a worker, those of a draft model last, and what of its KV cache is not covered, in words.
 
     Args:
         worker: whose KV cache is there.
@@ -51,41 +57,41 @@ def attach(worker: Any, *, read_bytes: int, drafts: frozenset[str]) -> tuple[lis
     """
     runner, config = worker.model_runner, worker.vllm_config
     layers = config.compilation_config.static_forward_context
-    attached, uncovered = list[AttachedGroup](), list[str]()
+    mine, its, uncovered = list[AttachedGroup](), list[AttachedGroup](), list[str]()
     pools: dict[tuple[Any, ...], KvPool] = {}
     for number, found in enumerate(runner.kv_cache_config.kv_cache_groups):
-        spec = getattr(found.kv_cache_spec, "first_spec", found.kv_cache_spec)
-        kind = type(spec).__name__
+        kind = type(getattr(found.kv_cache_spec, "first_spec", found.kv_cache_spec)).__name__
         if kind not in (*_FULL, *_WINDOWED):
             uncovered.append(f"group {number} ({kind})")
             continue
         own = [name for name in found.layer_names if not getattr(layers[name], "kv_sharing_target_layer_name", None)]
-        names = [name for name in own if name not in drafts]
-        uncovered += [f"layer {name} (a draft model's)" for name in own if name in drafts]
-        if not names:
-            continue
-        views = {name: layers[name].kv_cache for name in names}
-        key = (*(view.data_ptr() for view in views.values()), spec.block_size)
-        if key not in pools:
-            pools[key] = _pool(
-                f"pool {len(pools)}" if pools else "pool",
-                views,
-                spec,
-                slots=runner.kv_cache_config.num_blocks * spec.block_size,
-                read_bytes=read_bytes,
+        for is_draft in (False, True):
+            if not (names := [name for name in own if (name in drafts) == is_draft]):
+                continue
+            spec = getattr(found.kv_cache_spec, "kv_cache_specs", {}).get(names[0], found.kv_cache_spec)
+            views = {name: layers[name].kv_cache for name in names}
+            key = (*(view.data_ptr() for view in views.values()), spec.block_size)
+            if key not in pools:
+                slots = runner.kv_cache_config.num_blocks * spec.block_size
+                name = f"pool {len(pools)}" if pools else "pool"
+                pools[key] = _pool(name, views, spec, slots=slots, read_bytes=read_bytes)
+            window = max(spec.sliding_window - 1, 0) if kind in _WINDOWED else 0
+            name = f"{'draft ' if is_draft else ''}{'swa' if window else 'full'} {number}"
+            group = BufferGroup(name=name, pool=pools[key], window=window, page_size=_page_size(runner, number, spec))
+            (its if is_draft else mine).append(
+                AttachedGroup(
+                    number=number,
+                    group=group,
+                    block_size=spec.block_size,
+                    layers=tuple(names),
+                    sources_of_a_head=len(pools[key].layer_names) // (len(names) * views[names[0]].shape[1]),
+                    is_draft=is_draft,
+                )
             )
-        window = max(spec.sliding_window - 1, 0) if kind in _WINDOWED else 0
-        group = BufferGroup(
-            name=f"swa {number}" if window else f"full {number}",
-            pool=pools[key],
-            window=window,
-            page_size=_page_size(runner, number, spec),
-        )
-        attached.append(AttachedGroup(number=number, group=group, block_size=spec.block_size))
-    if not attached:
+    if not mine:
         expected = "with attention over slots of one token each"
         raise ValueError(must_be("vllm adapter", "KV cache", expected, ", ".join(uncovered) or "no group"))
-    return attached, uncovered
+    return mine + its, uncovered
 
 
 def _page_size(runner: Any, number: int, spec: Any) -> int:

@@ -117,6 +117,10 @@ class Requests:
                 self._keep(member)
         return member
 
+    def owner_of(self, row: int) -> int:
+        """Return the owner number of the request of a row; 0 for nobody's."""
+        return int(self._owner_of[row])
+
     def compose(self, names: Sequence[str]) -> Composition:
         """Return the composition of a step's requests, the same one for as long as the list is the same.
 
@@ -126,12 +130,15 @@ class Requests:
         if self._composition is None or names != self._names:
             members = list(map(self._members.__getitem__, names))
             count = len(members)
-            self._names, self._composition = list(names), Composition(
-                members,
-                rows=np.fromiter(map(_ROW, members), np.int64, count),
-                owners=np.fromiter(map(_OWNER, members), np.int64, count),
-                identities=np.fromiter(map(_IDENTITY, members), np.int64, count),
-                source=self,
+            self._names, self._composition = (
+                list(names),
+                Composition(
+                    members,
+                    rows=np.fromiter(map(_ROW, members), np.int64, count),
+                    owners=np.fromiter(map(_OWNER, members), np.int64, count),
+                    identities=np.fromiter(map(_IDENTITY, members), np.int64, count),
+                    source=self,
+                ),
             )
         return self._composition
 
@@ -203,7 +210,8 @@ class Requests:
     def _place(self, member: Member, text: npt.NDArray[np.int32]) -> None:
         if not member.row:
             if not self._free:
-                raise RuntimeError(f"kv-canary: vllm adapter: requests must be at most {len(self._texts) - 1}, got more")
+                most = len(self._texts) - 1
+                raise RuntimeError(f"kv-canary: vllm adapter: requests must be at most {most}, got more")
             member.row = self._free.pop()
         row, length = member.row, min(len(text), self._texts.shape[1])
         self._texts[row, :length] = text[:length]
@@ -236,9 +244,11 @@ def with_images(tokens: Sequence[int], features: Iterable[Any] | None) -> tuple[
         tokens: with the same placeholder for whatever stands there.
         features: vLLM's, of the request.
     """
-    told, end = tokens, 0
-    for feature in features or ():
-        told = list(tokens) if told is tokens else told
+    features = list(features or ())
+    if not features:
+        return tokens, 0
+    told, end = list(tokens), 0
+    for feature in features:
         place, content = feature.mm_position, identity_word(str(feature.identifier))
         end = max(end, min(place.offset + place.length, len(told)))
         for i in range(place.offset, min(place.offset + place.length, len(told))):

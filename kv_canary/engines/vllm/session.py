@@ -19,7 +19,7 @@ import torch
 
 from kv_canary.config import CanaryConfig
 from kv_canary.engines.patches import Patches
-from kv_canary.engines.vllm import hooks, pools, support, told
+from kv_canary.engines.vllm import hooks, pools, support, told, writes
 from kv_canary.engines.vllm.blocks import Blocks, slots_of
 from kv_canary.engines.vllm.inputs import RunnerV1, RunnerV2, StepInputs, numbers
 from kv_canary.engines.vllm.requests import Member, Requests, identity_of, with_images
@@ -81,15 +81,16 @@ class Session:
         self.worker, self.runner = worker, worker.model_runner
         # Why the canary is off: "closed", once it is.
         self.off = ""
-        drafts = support.draft_layers(self.runner, is_v2=self._is_v2)
-        self.groups, self.uncovered = pools.attach(worker, read_bytes=config.read_bytes, drafts=drafts)
+        layers = support.draft_layers(self.runner, is_v2=self._is_v2)
+        self.groups, self.uncovered = pools.attach(worker, read_bytes=config.read_bytes, drafts=layers)
+        mine = [g for g in self.groups if not g.is_draft]
         settings = worker.vllm_config
         most, longest = settings.scheduler_config.max_num_seqs, settings.model_config.max_model_len
         # Requests that have ended may be in a step that is under way when others are in their place.
         rows = 2 * most + 2
         self.requests = Requests(num_rows=rows, max_len=longest)
         self._blocks = Blocks(
-            self.groups,
+            mine,
             num_rows=rows,
             max_len=longest,
             num_blocks=self.runner.kv_cache_config.num_blocks,
@@ -106,7 +107,14 @@ class Session:
             ranks=support.ranks(worker, config),
         )
         self._patches = Patches(failed=lambda name, error: self.manager.guard.failed(f"vllm's {name}", error))
-        self._target = self.manager.forward("target")
+        self._target = self.manager.forward("target", groups=[g.group.name for g in mine])
+        its = [g.group.name for g in self.groups if g.is_draft]
+        self._draft = self.manager.forward("draft", groups=its) if its else None
+        # What the draft model is to write behind the target's forward, and whether it has done so.
+        self._to_draft: ForwardBatch | None = None
+        self._has_drafted = False
+        # The step that both forwards are of, while it is under way.
+        self._both = contextlib.ExitStack()
         # What the scheduler says of the step under way, its requests, and the canary around its forward.
         self._scheduled: Any = None
         self._batch: Any = None
@@ -119,6 +127,15 @@ class Session:
         self._reads = not support.is_output_rank(worker)
         try:
             self._hook()
+            if config.check_writes:
+                writes.watch(
+                    self.groups,
+                    settings.compilation_config.static_forward_context,
+                    handed=self.manager.handed,
+                    is_followed=lambda: self._watched is not None,
+                    patches=self._patches,
+                    following=self._contain,
+                )
             self.manager.warm_up(self._reader.tables, is_given=True, has_table_rows=True)
         except BaseException:
             self._patches.undo_all()
@@ -147,9 +164,11 @@ class Session:
             self._around_connector()
         else:
             wrap(self.runner, "_model_forward", self._model_forward)
+        if self._draft is not None:
+            wrap(support.drafter(self.runner, is_v2=self._is_v2), "propose", self._propose)
 
     def _around_connector(self) -> None:
-        """Stand in the place of the connector of model runner V2, which is called right before the model and behind it."""
+        """Stand in the place of runner V2's connector, which is called right before the model and behind it."""
         self.runner.kv_connector = _Connector(self.runner.kv_connector, self)
 
     # What vLLM calls.
@@ -176,6 +195,13 @@ class Session:
         result = original(*args, **kwargs)
         with self._contain("taking in what was sampled"):
             self._take_result(result)
+        self._follow_draft()
+        return result
+
+    def _propose(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Called around the forwards of a draft model."""
+        result = original(*args, **kwargs)
+        self._has_drafted = True
         return result
 
     def _shutdown(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -228,8 +254,11 @@ class Session:
             inputs = self._reader.read(scheduled, batch)
             described, why = self._described(inputs)
             if described is None:
-                watched.skip(inputs.out_slots, why=why)
+                watched.skip(self._slots_of(inputs, is_draft=False), why=why)
+                if self._draft is not None:
+                    self._draft.skip(self._slots_of(inputs, is_draft=True), why=why)
                 return
+            self._to_draft = self._to_be_drafted(described, inputs)
             try:
                 watched.begin(described)
                 watched.head()
@@ -252,6 +281,33 @@ class Session:
         except BaseException:
             watched.abort()
             raise
+
+    def _follow_draft(self) -> None:
+        """Verify and record what a draft model has read and written behind the target's forward.
+
+        It writes the positions of the target's new tokens, in the same slots, and then some of its own guesses, which
+        it writes again before anybody relies on them. So it is one forward, which is told when it is over.
+        """
+        batch, self._to_draft = self._to_draft, None
+        drafted, self._has_drafted = self._has_drafted, False
+        draft = self._draft
+        if batch is None or draft is None:
+            return
+        with self._contain("following a draft model") as part:
+            if drafted:
+                try:
+                    draft.begin(batch)
+                    draft.head()
+                    draft.tail()
+                    draft.end()
+                except BaseException:
+                    draft.abort()
+                    raise
+            else:
+                draft.skip(batch.out_slots, why="the draft model was left out of a step")
+        if part.failed:
+            self._forget()
+        self._both.close()
 
     def idle(self) -> None:
         """Report what the last forward found: nothing is to be run, so that waiting costs nothing."""
@@ -326,6 +382,7 @@ class Session:
     def _begin_step(self, scheduled: Any) -> None:
         """Take in what the scheduler says of a step: who has come and gone, and whose blocks are whose."""
         self._composition = None
+        self._both.close()
         if self.off:
             return
         self._scheduled = scheduled
@@ -343,6 +400,8 @@ class Session:
                 self._admit(new, salt=told_salts.get(new.req_id))
             self._go_on(scheduled.scheduled_cached_reqs)
             self._hand_out(scheduled.kv_cache_block_copies or ())
+        if self._draft is not None and scheduled.total_num_scheduled_tokens:
+            self._both.enter_context(self.manager.one_step())
 
     def _admit(self, new: Any, *, salt: str | None) -> None:
         tokens = new.prompt_token_ids if new.prefill_token_ids is None else new.prefill_token_ids
@@ -371,9 +430,9 @@ class Session:
         self.manager.row_ended(member.row)
         freed = self._blocks.end(member.row)
         if is_over and self.manager.completes and any(map(len, freed.slots.values())):
-            self.manager.complete(member.name, freed.slots)
+            self.manager.complete(member.name, {g.group.name: freed.slots[g.number] for g in self.groups})
         for group in self.groups:
-            if len(slots := freed.unreachable[group.group.name]):
+            if len(slots := freed.unreachable[group.number]):
                 self.manager.retire(group.group.pool, slots, owner=member.owner)
         self.requests.let_go(member)
 
@@ -382,6 +441,9 @@ class Session:
         for _, slots in self._blocks.take_fresh():
             for pool in self.manager.pools:
                 self.manager.retire(pool, slots)
+        for group, slots, row in self._blocks.take_handed_out_twice():
+            # Again, so that who reads it is told whose it is now.
+            self.manager.retire(group.group.pool, slots, owner=self.requests.owner_of(row))
         for copied in copies:
             for group in self.groups:
                 src, dst = (
@@ -409,6 +471,7 @@ class Session:
             pending=self._blocks.pending(rows, prefix, inputs.extend),
             newest=self.requests.newest_of(rows, prefix),
             table_rows=numbers(len(rows)),
+            drafts=bool(self._scheduled.scheduled_spec_decode_tokens),
         )
         self._blocks.ends[rows] = requests.ends
         return (
@@ -416,12 +479,28 @@ class Session:
                 requests=requests,
                 input_ids=self._input_ids(inputs, composition),
                 positions=inputs.positions,
-                # Behind the tokens is padding, which is -1; among them it would be a wrong index.
-                out_slots=inputs.out_slots,
-                tables=self._reader.tables,
+                out_slots=self._slots_of(inputs, is_draft=False),
+                tables={g.group.name: self._reader.tables[g.group.name] for g in self.groups if not g.is_draft},
                 lengths=inputs.lengths,
             ),
             "",
+        )
+
+    def _slots_of(self, inputs: StepInputs, *, is_draft: bool) -> dict[str, torch.Tensor]:
+        """Return the slots that a forward writes; behind its tokens is padding, which is -1."""
+        return {g.group.name: inputs.out_slots[g.group.name] for g in self.groups if g.is_draft == is_draft}
+
+    def _to_be_drafted(self, described: ForwardBatch, inputs: StepInputs) -> ForwardBatch | None:
+        """Return what a draft model is about to write behind a forward; its tensors may be others' by then."""
+        if self._draft is None or described.input_ids is None or described.positions is None:
+            return None
+        tables = self._reader.tables
+        return ForwardBatch(
+            requests=described.requests,
+            input_ids=described.input_ids.clone(),
+            positions=described.positions.clone(),
+            out_slots={name: slots.clone() for name, slots in self._slots_of(inputs, is_draft=True).items()},
+            tables={g.group.name: tables[g.group.name] for g in self.groups if g.is_draft},
         )
 
     def _input_ids(self, inputs: StepInputs, composition: Composition) -> torch.Tensor:
@@ -475,7 +554,7 @@ class Session:
 
 
 class _Connector:
-    """The KV connector of model runner V2, with HEAD behind what it does before the model, and TAIL behind the model."""
+    """The KV connector of runner V2, with HEAD behind what it does before the model, and TAIL behind the model."""
 
     def __init__(self, inner: Any, session: Session) -> None:
         self.inner, self._session = inner, session

@@ -67,7 +67,7 @@ def is_async(worker: Any) -> bool:
 
 def is_output_rank(worker: Any) -> bool:
     """Whether it is this rank whose results the engine asks for."""
-    return worker.rank % worker.vllm_config.parallel_config.tensor_parallel_size == 0
+    return int(worker.rank) % int(worker.vllm_config.parallel_config.tensor_parallel_size) == 0
 
 
 def ranks(worker: Any, config: CanaryConfig) -> RankGroup | None:
@@ -86,8 +86,10 @@ def ranks(worker: Any, config: CanaryConfig) -> RankGroup | None:
 
 def draft_layers(runner: Any, *, is_v2: bool) -> frozenset[str]:
     """Return the names of the layers that a draft model writes, behind the forward of the target."""
-    drafter = getattr(runner, "speculator" if is_v2 else "drafter", None)
-    for name in ("draft_attn_layer_names", "_draft_attn_layer_names", "attn_layer_names"):
-        if found := getattr(drafter, name, None):
-            return frozenset(found)
-    return frozenset()
+    found = drafter(runner, is_v2=is_v2)
+    return frozenset(getattr(found, "draft_attn_layer_names" if is_v2 else "_draft_attn_layer_names", None) or ())
+
+
+def drafter(runner: Any, *, is_v2: bool) -> Any:
+    """Return what proposes the tokens of a draft model; None where there is none."""
+    return getattr(runner, "speculator" if is_v2 else "drafter", None)

@@ -1,0 +1,1 @@
+"""Campaigns on a real vLLM, on the CPU."""

@@ -1,0 +1,305 @@
+"""Faults in a running vLLM before kv-canary: which does it find, and when?"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from kv_canary.commands.evidence_pages import fill
+from kv_canary.commands.facts import facts
+from kv_canary.difftest.options import commit_option, json_option
+from kv_canary.difftest.options import progress as progress_bar
+from kv_canary.difftest.stress.processes import in_fork
+from kv_canary.difftest.stress.vllm.engine import Engine, Runner, prepare, save_model
+from kv_canary.difftest.stress.vllm.faults import KNOWN, Fault, Setting, healthy, live
+from kv_canary.difftest.stress.vllm.page import page
+from kv_canary.reports.versions import installed
+
+RUNNERS: tuple[Runner, ...] = ("V1", "V2")
+# Of the canary: as it comes on a GPU, and with what only hunts for bugs want.
+SETTINGS: dict[Setting, dict[str, str]] = {
+    "plain": {"seals": "layer"},
+    "writes": {"seals": "layer", "check_writes": "1"},
+    "drafts": {"seals": "layer"},
+}
+# Seconds that a life may take.
+PATIENCE = 300
+# A process has one thread, so that it can be forked: vLLM's kernels for CPUs and torch's keep theirs otherwise.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lives:
+    """Lives to be lived in forks of one engine.
+
+    Args:
+        runner: of the model.
+        setting: of the engine.
+        canary: the canary's settings; None: no canary.
+        names: of the faults.
+        seeds: of the lives of each.
+    """
+
+    runner: Runner
+    setting: Setting
+    canary: dict[str, str] | None
+    names: tuple[str, ...]
+    seeds: tuple[int, ...]
+
+
+def campaign(
+    faults: Sequence[Fault], seeds: Sequence[int], *, runners: Sequence[Runner] = RUNNERS, tick: Any = lambda name: None
+) -> list[dict[str, Any]]:
+    """Live every fault with every seed, without a canary and before it; return a row for each runner and fault.
+
+    Args:
+        faults: of `KNOWN`.
+        seeds: of the lives.
+        runners: model runners.
+        tick: called with the fault's name after every life.
+
+    Raises:
+        RuntimeError: an engine could not be built.
+    """
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_model(Path(folder) / "llama")
+        for runner in runners:
+            seen: dict[tuple[bool, str, int], dict[str, Any]] = {}
+            for setting, canary in SETTINGS.items():
+                names = [f.name for f in faults if f.setting == setting]
+                plain = dict.fromkeys([*(healthy(f).name for f in faults if f.setting == setting), *names])
+                for settings, chosen in ((None, plain), (canary, names)):
+                    lives = Lives(
+                        runner=runner, setting=setting, canary=settings, names=tuple(chosen), seeds=tuple(seeds)
+                    )
+                    for name, seed, one in run(lives, model=model):
+                        seen[settings is not None, name, seed] = one
+                        tick(name)
+            rows += [_row(f, runner, seeds, seen) for f in faults]
+    return rows
+
+
+def run(lives: Lives, *, model: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Live lives, each in a fork of one process that has built an engine; yield the fault's name, the seed, what came.
+
+    Raises:
+        RuntimeError: the engine could not be built, or its process ended.
+    """
+    if not lives.names:
+        return
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe(duplex=False)
+    with tempfile.NamedTemporaryFile(suffix=".log") as log:
+        process = context.Process(target=_serve, args=(lives, model, Path(log.name), theirs))
+        process.start()
+        theirs.close()
+        try:
+            for name in lives.names:
+                for seed in lives.seeds:
+                    yield name, seed, mine.recv()
+        except EOFError as error:
+            tail = Path(log.name).read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"{lives.runner}: the engine's process has ended; it said:\n{tail}") from error
+        finally:
+            process.kill()
+            process.join()
+
+
+def _serve(lives: Lives, model: str, log: Path, results: Connection) -> None:
+    """Build the engine and live the lives, in a process of its own."""
+    os.environ.update(_ONE_THREAD)
+    prepare()
+    import torch
+
+    torch.set_num_threads(1)
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faults = {f.name: f for f in KNOWN}
+    drafter = {"method": "draft_model", "model": save_model(f"{model}-small", num_hidden_layers=1)}
+    more = {"speculative_config": {**drafter, "num_speculative_tokens": 3}} if lives.setting == "drafts" else {}
+    engine = Engine(model, runner=lives.runner, canary=lives.canary, **more)
+    for name in lives.names:
+        for seed in lives.seeds:
+            results.send(in_fork(functools.partial(_live, engine, faults[name], seed), patience=PATIENCE))
+    results.close()
+    # The engine's threads wait for nobody.
+    os._exit(0)
+
+
+def _live(engine: Engine, fault: Fault, seed: int) -> dict[str, Any]:
+    """Live one life, and look after every step whether kv-canary has reported something."""
+    manager = engine.session.manager if engine.has_canary else None
+    reported_at: list[int] = []
+
+    def see() -> None:
+        if manager is not None:
+            manager.flush()
+            if manager.reports and not reported_at:
+                reported_at.append(engine.steps)
+
+    life = live(fault, engine, seed=seed, see=see)
+    see()
+    seen: dict[str, Any] = {
+        # vLLM puts something of its own behind the names that it is given.
+        "outputs": {name.rpartition("-")[0] or name: tokens for name, tokens in life.outputs.items()},
+        "error": life.ended,
+        "where": life.act.where if life.act else "",
+    }
+    if manager is not None:
+        slots = life.act.slots if life.act else frozenset()
+        seen |= {
+            "late": reported_at[0] - life.acted_at if reported_at else None,
+            "first": manager.incidents[0].sentence if manager.incidents else "",
+            "wrong": [i.sentence for i in manager.incidents if i.first.slot not in slots],
+            "failures": dict(manager.guard.failures),
+            "watched": manager.summary().as_dict()["positions_relied_on"],
+        }
+    return seen
+
+
+def _row(
+    fault: Fault, runner: str, seeds: Sequence[int], seen: dict[tuple[bool, str, int], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return what became of one fault: without it, with it, and with it before the canary."""
+    ours = [seen[True, fault.name, seed] for seed in seeds]
+    clean = [seen[False, healthy(fault).name, seed] for seed in seeds]
+    faulty = [seen[False, fault.name, seed] for seed in seeds]
+    late = [one["late"] for one in ours if one.get("late") is not None]
+    return {
+        "fault": fault.name,
+        "doc": fault.doc,
+        "runner": runner,
+        "script": fault.script,
+        "is_healthy": fault.act is None,
+        "setting": fault.setting,
+        "runs": len(seeds),
+        "found": len(late),
+        "late_steps_median": sorted(late)[len(late) // 2] if late else None,
+        "late_steps_max": max(late, default=None),
+        "blamed_wrongly": sum(bool(one.get("wrong")) for one in ours),
+        "wrong_text": sum(f["outputs"] != h["outputs"] for f, h in zip(faulty, clean, strict=True)),
+        "engine_ended": sum(bool(one["error"]) for one in faulty),
+        "canary_changed_text": sum(
+            one["outputs"] != f["outputs"] for one, f in zip(ours, faulty, strict=True) if not f["error"]
+        ),
+        "failures": [text for one in ours for text in one.get("failures", {})],
+        "errors": [one["error"] for one, f in zip(ours, faulty, strict=True) if one["error"] and not f["error"]],
+        "wrong": [text for one in ours for text in one.get("wrong", ())][:3],
+        "example": ours[0].get("first", ""),
+        "where": faulty[0].get("where", "") or ours[0].get("where", ""),
+    }
+
+
+def objections(row: dict[str, Any]) -> Iterator[str]:
+    """Yield what a row says against kv-canary, in words."""
+    expected = 0 if row["is_healthy"] else row["runs"]
+    if row["found"] != expected:
+        yield f"{row['found']} found, {expected} wanted"
+    if row["blamed_wrongly"]:
+        yield f"{row['blamed_wrongly']} lives in which something else is blamed: {row['wrong'][0]}"
+    for text in (*row["failures"], *row["errors"]):
+        yield f"a failure: {text}"
+    if row["canary_changed_text"]:
+        yield "the canary changed what was generated"
+    if row["is_healthy"] and row["wrong_text"]:
+        yield "healthy lives differ"
+
+
+def show(rows: Sequence[dict[str, Any]], console: Console, *, seconds: float) -> None:
+    """Print the table, and what the rows say against kv-canary."""
+    table = Table(title="Lives in which the fault was reported, and how many steps late")
+    for column in ("fault", "runner", "text wrong", "found", "late", "blamed wrongly"):
+        table.add_column(column, justify="left" if column == "fault" else "right")
+    for row in rows:
+        late = "" if row["late_steps_max"] is None else f"{row['late_steps_median']} (at most {row['late_steps_max']})"
+        counts = [f"{row[name]} of {row['runs']}" for name in ("wrong_text", "found")]
+        table.add_row(row["fault"], row["runner"], *counts, late, str(row["blamed_wrongly"]))
+    console.print(table)
+    wrong = [f"{row['fault']}, {row['runner']}: {text}" for row in rows for text in objections(row)]
+    for text in wrong:
+        console.print(f"[bold red]wrong[/] {text}", highlight=False)
+    console.print(f"{'[bold red]FAIL' if wrong else '[bold green]PASS'}[/]: {len(rows)} rows in {seconds:.0f} s")
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--seeds", type=click.IntRange(1), default=10, show_default=True, help="Lives per fault and runner.")
+@click.option("--fault", "names", multiple=True, help="Only faults whose names begin so. [default: all]")
+@click.option("--runner", "runners", multiple=True, type=click.Choice(RUNNERS), help="Only this one. [default: both]")
+@json_option("Write the rows here too.")
+@click.option("--page", "written", type=click.Path(dir_okay=False, path_type=Path), help="Write the page here too.")
+@commit_option()
+def main(
+    seeds: int,
+    names: tuple[str, ...],
+    runners: tuple[Runner, ...],
+    json_path: Path | None,
+    written: Path | None,
+    commit: str | None,
+) -> None:
+    """Bring faults into a running vLLM: which does kv-canary find, and when?
+
+    vLLM's own engine on the CPU, with a tiny model and either model runner, serves seeded traffic: as it is, with the
+    fault, and with the fault before kv-canary with seals. Each life is a fork of one engine.
+
+    \b
+    text wrong       lives in which some request generated other tokens than without the fault
+    late             steps from the fault to the report, the median and the most
+    blamed wrongly   lives with an incident that is not of what was damaged
+
+    \b
+    Exit codes: 0 kv-canary found everything, and was silent in healthy lives; 1 it did not; 2 misuse.
+
+    \b
+    Examples:
+      kv-canary stress vllm --json bench/results/vllm_detection.json --page docs/vllm-detection.md
+      kv-canary stress vllm --seeds 2 --fault freed --fault healthy --runner V2
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise click.UsageError("vllm is not installed here")
+    chosen = [f for f in KNOWN if not names or f.name.startswith(names)]
+    if not chosen:
+        raise click.BadParameter(f"must begin a name of {'; '.join(f.name for f in KNOWN)}", param_hint="--fault")
+    console, begin = Console(), time.monotonic()
+    more = {healthy(f).name for f in chosen} - {f.name for f in chosen}
+    with progress_bar(console, "what bar lives elapsed") as progress:
+        total = (2 * len(chosen) + len(more)) * seeds * len(runners or RUNNERS)
+        bar = progress.add_task("", total=total)
+        try:
+            rows = campaign(
+                chosen,
+                range(seeds),
+                runners=runners or RUNNERS,
+                tick=lambda name: progress.update(bar, advance=1, description=name),
+            )
+        except RuntimeError as error:
+            raise click.ClickException(str(error)) from error
+    show(rows, console, seconds=time.monotonic() - begin)
+    shared = facts("cpu", commit=commit, kind="vllm_detection")
+    shared["versions"]["vllm"] = installed("vllm")
+    rows = [{**row, **shared} for row in rows]
+    if json_path is not None:
+        json_path.write_text(json.dumps(rows, indent=1) + "\n")
+    if written is not None:
+        written.write_text(fill(page(rows)), encoding="utf-8")
+    raise SystemExit(1 if any(True for row in rows for _ in objections(row)) else 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

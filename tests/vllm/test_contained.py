@@ -1,0 +1,123 @@
+"""In log mode nothing that goes wrong inside the canary reaches vLLM; in raise mode a finding does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kv_canary.difftest.stress.vllm.engine import Engine, Runner
+
+Model = Callable[[str], str]
+
+
+def serve(engine: Engine, *, first: int = 0) -> None:
+    for n in range(first, first + 4):
+        engine.submit(f"r{n}", [7 + n, *range(20, 90)], new_tokens=12)
+    engine.run()
+
+
+def outputs_of(engine: Engine) -> dict[str, list[int]]:
+    return {name.partition("-")[0]: tokens for name, tokens in engine.outputs.items()}
+
+
+@pytest.fixture(scope="module")
+def without(model: Model) -> dict[str, list[int]]:
+    """What the requests generate without a canary."""
+    with Engine(model("llama")) as engine:
+        serve(engine)
+        return outputs_of(engine)
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_a_canary_that_fails_everywhere_changes_nothing(
+    model: Model, without: dict[str, list[int]], runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kv_canary.engines.vllm import blocks, inputs, requests, session
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("on purpose")
+
+    broken = [
+        (blocks.Blocks, "admit"),
+        (requests.Requests, "sampled"),
+        (requests.Requests, "take"),
+        (inputs.RunnerV1, "read"),
+        (inputs.RunnerV2, "read"),
+        (session.told, "salts"),
+    ]
+    with Engine(model("llama"), runner=runner, canary={}) as engine:
+        # One after the other, and all of them together.
+        for owner, name in broken:
+            with monkeypatch.context() as patched:
+                patched.setattr(owner, name, fail)
+                serve(engine)
+                assert outputs_of(engine) == without
+                engine.outputs.clear()
+        with monkeypatch.context() as patched:
+            for owner, name in broken:
+                patched.setattr(owner, name, fail)
+            serve(engine)
+        assert outputs_of(engine) == without
+        failures = engine.session.manager.guard.failures
+        parts = {kind.partition(":")[0] for kind in failures}
+        assert {"following the scheduler's step", "following a forward", "taking in what was sampled"} <= parts
+        # And when nothing fails any more, it is watched again; what nobody followed is taken in anew.
+        before = engine.session.manager.summary()
+        serve(engine, first=4)
+        engine.session.manager.flush()
+        after = engine.session.manager.summary()
+        assert after.positions_verified > before.positions_verified
+        assert after.violations == 0
+
+
+def test_a_finding_in_raise_mode_ends_the_step(model: Model) -> None:
+    from kv_canary.reports import CanaryViolationError
+
+    with Engine(model("llama"), canary={"mode": "raise"}) as engine:
+        engine.submit("r", list(range(20, 90)), new_tokens=30)
+        engine.run(lambda: engine.steps == 6)
+        [name] = engine.scheduler.requests
+        block = engine.scheduler.kv_cache_manager.get_block_ids(name)[0][0]
+        session = engine.session
+        session.manager.retire(session.groups[0].group.pool, torch.arange(32) + 32 * block)
+        with pytest.raises(CanaryViolationError, match="FREED"):
+            engine.run(most=5)
+
+
+def test_a_closed_canary_leaves_the_worker_as_it_was(model: Model) -> None:
+    with Engine(model("llama"), runner="V2", canary={}) as engine:
+        worker, runner = engine.worker, engine.worker.model_runner
+        assert worker.kv_canary_status()["off"] == ""
+        serve(engine)
+        status = worker.kv_canary_status()
+        assert status["steps"] > 10
+        assert (status["runner"], status["rank"], status["not_covered"]) == ("V2", 0, [])
+        engine.session.close()
+        names = ("execute_model", "sample_tokens", "shutdown", "sleep", "wake_up", "kv_canary_status")
+        assert not set(names) & set(vars(worker))
+        assert "prepare_attn" not in vars(runner)
+        assert type(runner.kv_connector).__name__ == "KVConnector"
+        serve(engine, first=4)
+        assert len(engine.outputs) == 8
+
+
+def test_a_cache_that_holds_nothing_any_more_is_forgotten(model: Model) -> None:
+    with Engine(model("llama"), canary={"seals": "layer"}) as engine:
+        serve(engine)
+        session = engine.session
+        pool = session.groups[0].group.pool
+        assert pool.records.any()
+        # What the memory of a KV cache that was given back holds when it is there again.
+        slept = session._sleep(lambda level: level, 1)
+        for layer in session.groups[0].layers:
+            engine.worker.vllm_config.compilation_config.static_forward_context[layer].kv_cache.fill_(1.0)
+        engine.scheduler.reset_prefix_cache()
+        assert slept == 1
+        assert session._wake_up(lambda: "awake") == "awake"
+        assert not pool.records.any()
+        serve(engine, first=4)
+        session.manager.scrub()
+        assert session.manager.summary().violations == 0

@@ -1,0 +1,198 @@
+"""What a worker keeps of its requests and their blocks: own tokens, hits, hand-outs and what was left behind."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kv_canary.engines.vllm import requests as kept
+from kv_canary.engines.vllm.blocks import Blocks
+from kv_canary.engines.vllm.requests import Requests, identity_of, with_images
+
+SIZE = 4
+
+
+def group(number: int = 0, *, window: int = 0) -> Any:
+    return SimpleNamespace(
+        number=number, block_size=SIZE, group=SimpleNamespace(name=f"g{number}", window=window), is_draft=False
+    )
+
+
+def blocks(*groups: Any, caches: bool = True) -> Blocks:
+    return Blocks(groups or (group(),), num_rows=8, max_len=40, num_blocks=32, caches=caches)
+
+
+def int64s(*numbers: int) -> Any:
+    return np.array(numbers, np.int64)
+
+
+def test_what_is_sampled_becomes_own_text_of_those_that_go_on() -> None:
+    requests = Requests(num_rows=5, max_len=8)
+    a, b = requests.start("a", [1, 2, 3], identity=7), requests.start("b", [4], identity=0)
+    both = requests.compose(["a", "b"])
+    assert requests.compose(["a", "b"]) is both
+    assert both.identities.tolist() == [7, 0]
+    requests.sampled(both, ["a", "b"], [[10, 11], []])
+    # Nothing counts before it is taken in, which another thread does not do.
+    assert requests.newest(both.members, int64s(4, 1)) is None
+    requests.take()
+    assert requests.newest(both.members, int64s(5, 1)).tolist() == [11, 4]
+    # In another order, with one that nobody knows.
+    requests.sampled(both, ["b", "stranger", "a"], [[5], [9], [12]])
+    requests.take()
+    assert list(requests.tokens(a, 0, 9)) == [1, 2, 3, 10, 11, 12]
+    assert list(requests.tokens(b, 0, 9)) == [4, 5]
+    # Its row is another's when the result comes.
+    requests.let_go(requests.end("b"))
+    c = requests.start("c", [6], identity=0)
+    assert c.row == both.rows[1]
+    requests.sampled(both, ["a", "b"], [[13], [66]])
+    requests.take()
+    assert list(requests.tokens(c, 0, 9)) == [6]
+    assert list(requests.tokens(b, 0, 9)) == [4, 5]
+    assert requests.compose(["a", "c"]) is not both
+    # No more than there is room for.
+    requests.sampled(requests.compose(["a", "c"]), ["a", "c"], [[14, 15], [7]])
+    requests.take()
+    assert list(requests.tokens(a, 5, 12)) == [12, 13, 14]
+    assert requests.lengths[a.row] == 8
+
+
+def test_a_request_that_was_put_off_goes_on_with_its_text_or_with_what_the_scheduler_says() -> None:
+    requests = Requests(num_rows=4, max_len=8)
+    requests.start("a", [1, 2], identity=0)
+    owner = requests["a"].owner
+    paused = requests.pause("a")
+    assert requests.pause("nobody") is None
+    requests.let_go(paused)
+    assert requests.pause("a") is None
+    assert list(requests.tokens(paused, 0, 9)) == [1, 2]
+    assert requests.resume("a", None).owner == owner
+    assert list(requests.tokens(requests["a"], 0, 9)) == [1, 2]
+    requests.let_go(requests.pause("a"))
+    assert list(requests.tokens(requests.resume("a", [1, 2, 3]), 0, 9)) == [1, 2, 3]
+    assert requests.name(requests["a"]) == "a"
+    assert requests.owner_of(requests["a"].row) == owner
+    for name in ("b", "c"):
+        requests.start(name, [1], identity=0)
+    with pytest.raises(RuntimeError, match="at most 3, got more"):
+        requests.start("d", [1], identity=0)
+
+
+def test_what_kv_depends_on_is_of_the_request_and_not_of_the_caches_key() -> None:
+    def new(lora: Any = None) -> Any:
+        return SimpleNamespace(lora_request=lora)
+
+    adapters = [SimpleNamespace(lora_name=name, lora_int_id=1) for name in ("one", "other")]
+    words = [identity_of(new(), salt=None), *(identity_of(new(x), salt=None) for x in adapters)]
+    words += [identity_of(new(), salt="a"), identity_of(new(), salt="b"), identity_of(new(adapters[0]), salt="a")]
+    assert words[0] == 0
+    assert len(set(words)) == len(words)
+
+
+def test_images_of_other_content_are_other_tokens() -> None:
+    def image(identifier: str, offset: int, length: int) -> Any:
+        return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
+
+    text = [1, 2, 9, 9, 9, 3, 9, 9]
+    assert with_images(text, None) == (text, 0)
+    one, end = with_images(text, [image("cat", 2, 3), image("dog", 6, 4)])
+    other, _ = with_images(text, [image("cow", 2, 3), image("dog", 6, 4)])
+    assert end == 8
+    assert [one[i] for i in (0, 1, 5)] == [1, 2, 3]
+    assert [i for i in range(8) if one[i] != other[i]] == [2, 3, 4]
+    assert len({*one[2:5], *one[6:]}) == 5
+    assert all(1 << 30 <= one[i] < 1 << 31 for i in (2, 3, 4, 6, 7))
+    assert text[2] == 9
+
+
+def test_blocks_that_are_hit_are_not_handed_out() -> None:
+    found = blocks()
+    found.admit(1, [[3, 5, 6]], 8)
+    [(_, slots)] = found.take_fresh()
+    assert slots.tolist() == [24, 25, 26, 27]
+    found.append(1, [[7]])
+    [(_, slots)] = found.take_fresh()
+    assert slots.tolist() == [28, 29, 30, 31]
+    assert found.take_fresh() == []
+    # Block 0 is nobody's.
+    found.admit(2, [[0, 0, 9]], 0)
+    assert [slots.tolist() for _, slots in found.take_fresh()] == [[36, 37, 38, 39]]
+
+
+@pytest.mark.parametrize(("caches", "unreachable"), [(True, [20, 21, 22, 23]), (False, list(range(12, 24)))])
+def test_of_a_request_that_has_ended_what_nobody_can_hit_is_unreachable(caches: bool, unreachable: list[int]) -> None:
+    found = blocks(caches=caches)
+    found.admit(1, [[3, 4, 5]], 0)
+    found.ends[1] = 10
+    freed = found.end(1)
+    assert freed.slots[0].tolist() == list(range(12, 22))
+    assert freed.unreachable[0].tolist() == unreachable
+    assert found.end(1).slots[0].tolist() == []
+
+
+def test_of_a_window_only_what_it_reads_is_left() -> None:
+    found = blocks(group(window=5), caches=False)
+    found.admit(1, [[3, 4, 5]], 0)
+    found.ends[1] = 12
+    freed = found.end(1)
+    assert freed.slots[0].tolist() == list(range(19, 24))
+    # Whose is another's by now is not taken back from it.
+    assert freed.unreachable[0].tolist() == list(range(16, 24))
+
+
+def test_a_block_that_is_handed_out_twice_is_told_with_its_new_owner() -> None:
+    found = blocks()
+    found.admit(1, [[3, 4]], 0)
+    found.admit(2, [[3, 6]], 4)
+    assert found.take_handed_out_twice() == []
+    found.append(2, [[4]])
+    [(_, slots, row)] = found.take_handed_out_twice()
+    assert (slots.tolist(), row) == ([16, 17, 18, 19], 2)
+    # One that has ended has nothing left to lose.
+    found.end(2)
+    found.admit(5, [[6, 4]], 0)
+    assert found.take_handed_out_twice() == []
+
+
+def test_a_block_that_a_window_has_left_behind_may_be_handed_out() -> None:
+    found = blocks(group(window=5), group(1))
+    found.admit(1, [[3, 4, 5, 6], [13, 14, 15, 16]], 0)
+    found.ends[1] = 14
+    found.append(2, [[3], []])
+    assert found.take_handed_out_twice() == []
+    # In whatever group it was.
+    found.append(2, [[13], []])
+    found.append(2, [[], [6]])
+    assert [(slots.tolist()[0], row) for _, slots, row in found.take_handed_out_twice()] == [(52, 2), (24, 2)]
+
+
+def test_what_is_hit_in_the_step_that_writes_it_is_pending() -> None:
+    found = blocks()
+    found.begin_step()
+    found.admit(1, [[3, 4, 5]], 0)
+    # Another prompt's first two blocks, of which the first is written in this step.
+    found.admit(2, [[3, 9, 6]], 8)
+    rows, prefix, extend = int64s(1, 2), int64s(0, 8), int64s(6, 3)
+    assert found.pending(rows, prefix, extend).tolist() == [0, 8]
+    # Which is over with the step.
+    found.ends[:3] = 0, 6, 11
+    found.begin_step()
+    assert found.pending(rows, int64s(6, 11), int64s(4, 1)) is None
+    # A block that was begun before: what was there is there. Hit by one that is admitted, in the step that fills it.
+    found.begin_step()
+    found.admit(4, [[3, 4, 7]], 8)
+    assert found.pending(int64s(1, 4), int64s(6, 8), int64s(2, 2)).tolist() == [0, 2]
+    # And of one that is not in the step nothing is said.
+    found.begin_step()
+    found.admit(5, [[3, 4, 7]], 8)
+    assert found.pending(int64s(1), int64s(6), int64s(2)) is None
+
+
+def test_numbers_by_name() -> None:
+    assert kept.by_name(["b", "a"], {"a": 1, "b": 2}).tolist() == [2, 1]
+    assert torch.equal(torch.from_numpy(kept.by_name([], {})), torch.zeros(0, dtype=torch.int64))

@@ -1,0 +1,143 @@
+"""vLLM's own engine with a canary: its outputs are what they are without one, and a healthy life is a silent one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kv_canary.difftest.stress.vllm.engine import Engine, Runner, Traffic
+
+Model = Callable[[str], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """A life of an engine, and what has to come up in it.
+
+    Args:
+        kind: of the model.
+        runner: of the model.
+        steps: in which requests come.
+        canary: settings.
+        arguments: of vLLM's `LLM`.
+        asynchronous: see `Engine`.
+        traffic: arguments of `Traffic`.
+        hits, pending, preempted, drafts: whether prefixes are hit, hit in the step that writes them, requests put off,
+            tokens drafted.
+    """
+
+    kind: str = "llama"
+    runner: Runner = "V1"
+    steps: int = 60
+    canary: Mapping[str, str] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    asynchronous: bool = False
+    traffic: Mapping[str, Any] = field(default_factory=dict)
+    hits: bool = True
+    pending: bool = True
+    preempted: bool = True
+    drafts: bool = False
+
+
+def sampled(rng: random.Random) -> Mapping[str, Any]:
+    """Return arguments of sampling at random, with several tokens that stop a request."""
+    return {"temperature": 1.0, "seed": rng.randrange(1 << 30), "stop_token_ids": list(range(100, 120))}
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+WIDE = {"num_gpu_blocks_override": 70}
+LIVES = {
+    "V1": Life(canary={"seals": "layer"}),
+    "V1, no prefix cache": Life(arguments={"enable_prefix_caching": False}, hits=False, pending=False),
+    "V1, windows": Life(kind="mistral", preempted=False),
+    "V1, three groups over one memory": Life(kind="gemma3", arguments=WIDE, preempted=False),
+    "V1, asynchronous": Life(asynchronous=True, traffic={"sampling": sampled}, preempted=False),
+    "V1, drafts by n-grams": Life(
+        arguments={"speculative_config": NGRAM}, traffic={"documents": (40, 70)}, drafts=True, preempted=False
+    ),
+    "V2": Life(runner="V2", steps=40),
+    "V2, windows": Life(kind="mistral", runner="V2", steps=20, preempted=False),
+    "V2, three groups over one memory": Life(
+        kind="gemma3", runner="V2", steps=25, arguments=WIDE, preempted=False, pending=False
+    ),
+    "V2, asynchronous": Life(runner="V2", steps=25, asynchronous=True, traffic={"sampling": sampled}, preempted=False),
+}
+
+
+@dataclass
+class Seen:
+    """What came up in a life."""
+
+    hits: int = 0
+    preempted: int = 0
+    drafts: int = 0
+
+
+def serve(model: str, life: Life, canary: Mapping[str, str] | None) -> tuple[dict[str, list[int]], Seen, Any]:
+    """Live a life; return its outputs, what came up, and the canary's summary."""
+    seen = Seen()
+    with Engine(model, runner=life.runner, canary=canary, asynchronous=life.asynchronous, **life.arguments) as engine:
+        scheduler = engine.scheduler
+        schedule = scheduler.schedule
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            seen.hits += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
+            seen.preempted += len(output.preempted_req_ids or ())
+            seen.drafts += sum(map(len, output.scheduled_spec_decode_tokens.values()))
+            return output
+
+        scheduler.schedule = watched
+        Traffic(**{"seed": 3, **life.traffic}).serve(engine, life.steps)
+        if canary is None:
+            return engine.outputs, seen, None
+        session = engine.session
+        session.manager.flush()
+        assert session.off == ""
+        assert session.manager.guard.failures == {}
+        assert [report.sentence for report in session.manager.reports] == []
+        return engine.outputs, seen, session.manager.summary()
+
+
+@pytest.mark.parametrize("name", LIVES)
+def test_a_healthy_life_is_silent_and_generates_the_same(model: Model, name: str, monkeypatch) -> None:
+    from kv_canary.engines.vllm.blocks import Blocks
+
+    life, pending, find = LIVES[name], [0], Blocks.pending
+
+    def counted(self: Blocks, *args: Any) -> Any:
+        found = find(self, *args)
+        pending[0] += 0 if found is None else int(found.sum())
+        return found
+
+    monkeypatch.setattr(Blocks, "pending", counted)
+    folder = model(life.kind)
+    without, _, _ = serve(folder, life, None)
+    outputs, seen, summary = serve(folder, life, {"check_inputs": "1", **life.canary})
+    assert outputs == without
+    assert len(outputs) > 8
+    assert summary.violations == summary.discarded == summary.skipped == summary.unverified == 0
+    assert summary.positions_verified == summary.positions_relied_on > 5000
+    assert bool(seen.hits) == life.hits
+    assert bool(pending[0]) == life.pending
+    assert seen.preempted or not life.preempted
+    assert bool(seen.drafts) == life.drafts
+
+
+def test_requests_for_embeddings_and_single_tokens_are_followed(model: Model) -> None:
+    with Engine(model("llama"), canary={"seals": "layer"}) as engine:
+        for n in range(6):
+            engine.submit(f"one {n}", [5 + n, *range(40, 100)], new_tokens=1)
+        engine.run()
+        engine.submit("last", list(range(200, 240)), new_tokens=4)
+        engine.run()
+        session = engine.session
+        session.manager.flush()
+        summary = session.manager.summary()
+        assert summary.violations == 0
+        # Of requests of one token nobody ever reads what was written last: their ends are looked at all the same.
+        assert summary.seals.completion.requests >= 6
