@@ -128,7 +128,7 @@ def test_a_healthy_life_is_silent_and_generates_the_same(model: Model, name: str
     assert bool(seen.drafts) == life.drafts
 
 
-def test_requests_for_embeddings_and_single_tokens_are_followed(model: Model) -> None:
+def test_requests_of_one_token_are_held_against_their_seals_when_they_end(model: Model) -> None:
     with Engine(model("llama"), canary={"seals": "layer"}) as engine:
         for n in range(6):
             engine.submit(f"one {n}", [5 + n, *range(40, 100)], new_tokens=1)

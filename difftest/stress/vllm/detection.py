@@ -10,7 +10,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -63,7 +64,11 @@ class Lives:
 
 
 def campaign(
-    faults: Sequence[Fault], seeds: Sequence[int], *, runners: Sequence[Runner] = RUNNERS, tick: Any = lambda name: None
+    faults: Sequence[Fault],
+    seeds: Sequence[int],
+    *,
+    runners: Sequence[Runner] = RUNNERS,
+    tick: Callable[[str], None] = lambda name: None,
 ) -> list[dict[str, Any]]:
     """Live every fault with every seed, without a canary and before it; return a row for each runner and fault.
 
@@ -76,23 +81,34 @@ def campaign(
     Raises:
         RuntimeError: an engine could not be built.
     """
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(Path(folder) / "llama")
-        for runner in runners:
-            seen: dict[tuple[bool, str, int], dict[str, Any]] = {}
-            for setting, canary in SETTINGS.items():
-                names = [f.name for f in faults if f.setting == setting]
-                plain = dict.fromkeys([*(healthy(f).name for f in faults if f.setting == setting), *names])
-                for settings, chosen in ((None, plain), (canary, names)):
-                    lives = Lives(
-                        runner=runner, setting=setting, canary=settings, names=tuple(chosen), seeds=tuple(seeds)
-                    )
-                    for name, seed, one in run(lives, model=model):
-                        seen[settings is not None, name, seed] = one
-                        tick(name)
-            rows += [_row(f, runner, seeds, seen) for f in faults]
-    return rows
+        save_model(_drafter(model), num_hidden_layers=1)
+        live_all = functools.partial(_live_all, faults, seeds, model=model, tick=tick)
+        # Each waits for processes of its own.
+        with ThreadPoolExecutor(len(runners)) as threads:
+            return [row for rows in threads.map(live_all, runners) for row in rows]
+
+
+def _live_all(
+    faults: Sequence[Fault], seeds: Sequence[int], runner: Runner, *, model: str, tick: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Return the rows of one model runner."""
+    seen: dict[tuple[bool, str, int], dict[str, Any]] = {}
+    for setting, canary in SETTINGS.items():
+        names = [f.name for f in faults if f.setting == setting]
+        plain = dict.fromkeys([*(healthy(f).name for f in faults if f.setting == setting), *names])
+        for settings, chosen in ((None, plain), (canary, names)):
+            lives = Lives(runner=runner, setting=setting, canary=settings, names=tuple(chosen), seeds=tuple(seeds))
+            for name, seed, one in run(lives, model=model):
+                seen[settings is not None, name, seed] = one
+                tick(name)
+    return [_row(f, runner, seeds, seen) for f in faults]
+
+
+def _drafter(model: str) -> str:
+    """Return the folder of the model that drafts for another."""
+    return f"{model}-small"
 
 
 def run(lives: Lives, *, model: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
@@ -132,8 +148,10 @@ def _serve(lives: Lives, model: str, log: Path, results: Connection) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faults = {f.name: f for f in KNOWN}
-    drafter = {"method": "draft_model", "model": save_model(f"{model}-small", num_hidden_layers=1)}
-    more = {"speculative_config": {**drafter, "num_speculative_tokens": 3}} if lives.setting == "drafts" else {}
+    drafter = {"method": "draft_model", "model": _drafter(model)}
+    more: dict[str, Any] = (
+        {"speculative_config": {**drafter, "num_speculative_tokens": 3}} if lives.setting == "drafts" else {}
+    )
     engine = Engine(model, runner=lives.runner, canary=lives.canary, **more)
     for name in lives.names:
         for seed in lives.seeds:

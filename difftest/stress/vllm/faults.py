@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any, Literal
 import torch
 
 from kv_canary.difftest.stress.vllm.engine import BLOCK, VOCABULARY, Engine
+from kv_canary.engines.vllm import pools, support
+from kv_canary.engines.vllm.pools import AttachedGroup
 from kv_canary.specs.structures import KvSource
 
 Script = Literal["in use", "cached", "newcomer", "preempted"]
@@ -52,6 +55,12 @@ class Scene:
     def is_v2(self) -> bool:
         """Whether it is V2."""
         return bool(self.engine.worker.use_v2_model_runner)
+
+    @functools.cached_property
+    def groups(self) -> list[AttachedGroup]:
+        """The groups of the worker's KV cache as the canary sees them, whether there is one or not."""
+        drafts = support.draft_layers(self.runner, is_v2=self.is_v2)
+        return pools.attach(self.engine.worker, read_bytes=16, drafts=drafts)[0]
 
     def slot(self, position: int) -> int:
         """Return the slot of one of the victim's positions."""
@@ -167,10 +176,12 @@ class _Traffic:
         if script == "preempted":
             before = self._blocks(self._name("victim"))
             engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-            for n in range(3):
-                engine.submit(f"filler {n}", self._text(140), new_tokens=20)
+            # As many as take what the two have given back.
+            fillers = [f"filler {n}" for n in range(4)]
+            for name in fillers:
+                engine.submit(name, self._text(130), new_tokens=20)
             done = self._generated("victim")
-            self._run(lambda: min(map(self._generated, ("victim", "neighbour"))) > done + 2)
+            self._run(lambda: min(map(self._generated, fillers)) > 0 and self._generated("victim") > done)
         elif script == "cached":
             others = self._blocks(self._name("neighbour"))
             self._run(lambda: self._generated("victim") == most[0] - 1)
@@ -246,7 +257,7 @@ def _slots(*blocks: int) -> frozenset[int]:
 
 def _any_bit(scene: Scene) -> Act:
     """Change a random bit of K or V, in a random layer, of a random position."""
-    pool = scene.engine.session.groups[0].group.pool
+    pool = scene.groups[0].group.pool
     source: KvSource = scene.rng.choice([pool.k_source, pool.v_source])
     number, position = scene.rng.randrange(len(source.layers)), scene.rng.randrange(scene.length)
     byte, bit, slot = scene.rng.randrange(source.bytes_per_token), scene.rng.randrange(8), scene.slot(position)
@@ -259,7 +270,7 @@ def _any_bit(scene: Scene) -> Act:
 def _layer(scene: Scene) -> tuple[str, torch.Tensor]:
     """Return a random layer's name, and its cache."""
     config = scene.engine.worker.vllm_config.compilation_config
-    name = scene.rng.choice(scene.engine.session.groups[0].layers)
+    name = scene.rng.choice(scene.groups[0].layers)
     return name, config.static_forward_context[name].kv_cache
 
 
@@ -271,7 +282,7 @@ def _page(scene: Scene) -> Act:
 def _drafters_page(scene: Scene) -> Act:
     """Do so in a draft model's layer."""
     config = scene.engine.worker.vllm_config.compilation_config
-    name = scene.rng.choice(scene.engine.session.groups[-1].layers)
+    name = scene.rng.choice(scene.groups[-1].layers)
     return _overwrite(scene, name, config.static_forward_context[name].kv_cache)
 
 
@@ -347,7 +358,7 @@ def _minus_one(scene: Scene) -> Act:
     _, cache = _layer(scene)
     last = cache.shape[0] * BLOCK - 1
     config = scene.engine.worker.vllm_config.compilation_config
-    for name in scene.engine.session.groups[0].layers:
+    for name in scene.groups[0].layers:
         _around_update(
             config.static_forward_context[name], lambda cache, _slots, _k, _v: _write(cache, last, 0.5), times=1000
         )

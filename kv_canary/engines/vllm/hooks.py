@@ -84,7 +84,7 @@ def _unknown(missing: list[str]) -> str:
 
 def _is_there(target: tuple[str, str, str]) -> bool:
     try:
-        return callable(pkgutil.resolve_name("{}:{}.{}".format(*target)))
+        return callable(vars(pkgutil.resolve_name("{}:{}".format(*target[:2]))).get(target[2]))
     except (ImportError, AttributeError):
         return False
 

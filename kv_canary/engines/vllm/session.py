@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -49,9 +50,19 @@ def install(worker: Any) -> Session | None:
         before.close()
     if not is_asked_for():
         return None
+    _log_where_vllm_does()
     session = _sessions[id(worker)] = Session(worker, config=CanaryConfig.from_env())
     atexit.register(session.close)
     return session
+
+
+def _log_where_vllm_does() -> None:
+    """Let the canary's lines be in vLLM's log, in its format, unless somebody has said where they go."""
+    mine, theirs = logging.getLogger("kv_canary"), logging.getLogger("vllm")
+    if not mine.hasHandlers() and theirs.handlers:
+        for handler in theirs.handlers:
+            mine.addHandler(handler)
+        mine.setLevel(theirs.getEffectiveLevel())
 
 
 def sessions() -> list[Session]:
