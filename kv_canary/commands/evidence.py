@@ -141,6 +141,11 @@ KINDS = {
         sources=RUNTIME,
         command="kv-canary stress sglang --json FILE",
     ),
+    "vllm_churn": Evidence(
+        files=("vllm_churn.json",),
+        sources=RUNTIME,
+        command="kv-canary stress vllm-churn --json bench/results/vllm_churn.json",
+    ),
     "vllm_detection": Evidence(
         files=("vllm_detection.json",),
         sources=RUNTIME,

@@ -140,4 +140,4 @@ def test_requests_of_one_token_are_held_against_their_seals_when_they_end(model:
         summary = session.manager.summary()
         assert summary.violations == 0
         # Of requests of one token nobody ever reads what was written last: their ends are looked at all the same.
-        assert summary.seals.completion.requests >= 6
+        assert summary.audits.completed >= 6

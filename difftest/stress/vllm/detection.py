@@ -26,12 +26,11 @@ from kv_canary.commands.facts import facts
 from kv_canary.difftest.options import commit_option, json_option
 from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.stress.processes import in_fork
-from kv_canary.difftest.stress.vllm.engine import Engine, Runner, prepare, save_model
+from kv_canary.difftest.stress.vllm.engine import ONE_THREAD, RUNNERS, Engine, Runner, prepare, save_model
 from kv_canary.difftest.stress.vllm.faults import KNOWN, Fault, Setting, healthy, live
 from kv_canary.difftest.stress.vllm.page import page
 from kv_canary.reports.versions import installed
 
-RUNNERS: tuple[Runner, ...] = ("V1", "V2")
 # Of the canary: as it comes on a GPU, and with what only hunts for bugs want.
 SETTINGS: dict[Setting, dict[str, str]] = {
     "plain": {"seals": "layer"},
@@ -40,8 +39,6 @@ SETTINGS: dict[Setting, dict[str, str]] = {
 }
 # Seconds that a life may take.
 PATIENCE = 300
-# A process has one thread, so that it can be forked: vLLM's kernels for CPUs and torch's keep theirs otherwise.
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +136,7 @@ def run(lives: Lives, *, model: str) -> Iterator[tuple[str, int, dict[str, Any]]
 
 def _serve(lives: Lives, model: str, log: Path, results: Connection) -> None:
     """Build the engine and live the lives, in a process of its own."""
-    os.environ.update(_ONE_THREAD)
+    os.environ.update(ONE_THREAD)
     prepare()
     import torch
 
