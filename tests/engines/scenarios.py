@@ -57,9 +57,16 @@ def batching_config(**overrides: Any) -> ContinuousBatchingConfig:
     return ContinuousBatchingConfig(**options)
 
 
+class _CompilesNothing(CompileConfig):
+    """Options of `torch.compile` with which it gives back what it is given."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"disable": True}
+
+
 def padding_config() -> dict[str, Any]:
     """Return the option that makes the engine pad its inputs and warm up, without compiling anything."""
-    return {"varlen_compile_config": CompileConfig(backend="eager", mode=None, fullgraph=False)}
+    return {"varlen_compile_config": _CompilesNothing()}
 
 
 def generation_config(*, new_tokens: int = NEW_TOKENS, samples: int = 1) -> GenerationConfig:
