@@ -36,9 +36,6 @@ def sources(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
 
-ALL_SOURCES = [path for folder in (*PACKAGES, "tests") for path in sources(folder)]
-
-
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -150,11 +147,6 @@ def test_implementation_has_the_signature_of_its_spec(op: str, backend: str) -> 
     # Defaults are the spec's alone: a call binds them all before it reaches an implementation.
     kinds = {(parameter.kind, parameter.default) for parameter in parameters.values()}
     assert kinds == {(inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty)}
-
-
-@pytest.mark.parametrize("path", ALL_SOURCES, ids=name_of)
-def test_module_has_a_docstring(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text()))
 
 
 @pytest.mark.parametrize("folder", ["reference", "kernels"])
