@@ -83,23 +83,32 @@ from dataclasses import asdict
 import torch
 
 from kv_canary.difftest.compiling import calls_of, compile_calls, prepare
+from kv_canary.difftest.search import draw_cases
 from kv_canary.specs import all_specs, get_spec
 
 GPU = (9, 0)
-prepare()
-wanted, found = json.loads(sys.argv[1]), []
-for op in all_specs():
-    large = calls_of(op, examples=0, seed=0, capability=GPU)
-    drawn = calls_of(op, examples=4, seed=0, capability=GPU)[len(large):]
-    calls = [*large[:1], *drawn]
+
+
+def calls(op):
+    yield from calls_of(op, examples=0, seed=0, capability=GPU)[:1]
+    drawn = draw_cases(op, examples=4, seed=0)
+    yield from drawn
     if op == "move":
         slots = torch.zeros(5000, dtype=torch.int64)
-        calls.append({**drawn[0], "src": slots, "dst": slots, "staged": torch.zeros(5000, 4, dtype=torch.int64)})
+        yield {**drawn[0], "src": slots, "dst": slots, "staged": torch.zeros(5000, 4, dtype=torch.int64)}
+
+
+prepare()
+torch.set_num_threads(1)
+wanted, found = json.loads(sys.argv[1]), []
+for op in all_specs():
     missing = set(wanted[op])
-    while missing and calls:
-        kernels = list(compile_calls(get_spec(op), [calls.pop(0)], capability=GPU))
+    for call in calls(op):
+        kernels = list(compile_calls(get_spec(op), [call], capability=GPU))
         missing.difference_update(kernel.name for kernel in kernels)
         found.extend(kernels)
+        if not missing:
+            break
 json.dump([asdict(kernel) for kernel in found], sys.stdout)
 """
 
