@@ -43,9 +43,9 @@ class Life:
     drafts: bool = False
 
 
-def sampled(rng: random.Random) -> Mapping[str, Any]:
-    """Return arguments of sampling at random, with several tokens that stop a request."""
-    return {"temperature": 1.0, "seed": rng.randrange(1 << 30), "stop_token_ids": list(range(100, 120))}
+def stopped(_: random.Random) -> Mapping[str, Any]:
+    """Return arguments of sampling with many tokens that stop a request, at places that nobody knows before."""
+    return {"stop_token_ids": list(range(100, 120))}
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
@@ -55,7 +55,7 @@ LIVES = {
     "V1, no prefix cache": Life(arguments={"enable_prefix_caching": False}, hits=False, pending=False),
     "V1, windows": Life(kind="mistral", preempted=False),
     "V1, three groups over one memory": Life(kind="gemma3", arguments=WIDE, preempted=False),
-    "V1, asynchronous": Life(asynchronous=True, traffic={"sampling": sampled}, preempted=False),
+    "V1, asynchronous": Life(asynchronous=True, traffic={"sampling": stopped}, preempted=False),
     "V1, drafts by n-grams": Life(
         arguments={"speculative_config": NGRAM}, traffic={"documents": (40, 70)}, drafts=True, preempted=False
     ),
@@ -64,7 +64,7 @@ LIVES = {
     "V2, three groups over one memory": Life(
         kind="gemma3", runner="V2", steps=25, arguments=WIDE, preempted=False, pending=False
     ),
-    "V2, asynchronous": Life(runner="V2", steps=25, asynchronous=True, traffic={"sampling": sampled}, preempted=False),
+    "V2, asynchronous": Life(runner="V2", steps=25, asynchronous=True, traffic={"sampling": stopped}, preempted=False),
 }
 
 
