@@ -55,10 +55,20 @@ def test_kept_results_name_their_device(path: Path) -> None:
         assert {card in device for device in devices} == {path.name.startswith(card.lower())}
 
 
-def test_the_runtime_is_without_the_tools_that_no_engine_runs() -> None:
+def test_the_runtime_is_without_the_tools_that_no_engine_runs_and_without_adapters() -> None:
     names = set(evidence.read("kv_canary"))
-    assert {"kv_canary/runtime/manager.py", "kv_canary/specs/verify.py", "kv_canary/engines/sglang/session.py"} <= names
-    assert not [n for n in names if n.startswith(("kv_canary/commands", "kv_canary/demo", "kv_canary/bench"))]
+    assert {"kv_canary/runtime/manager.py", "kv_canary/specs/verify.py"} <= names
+    apart = tuple(f"kv_canary/{name}" for name in ("commands", "demo", "bench", "engines"))
+    assert not [n for n in names if n.startswith(apart)]
+
+
+@pytest.mark.parametrize("kind", ["sglang_detection", "vllm_detection", "transformers"])
+def test_what_is_of_an_engine_rests_on_its_adapter(kind: str) -> None:
+    engine = kind.partition("_")[0]
+    mine = {name for source in evidence.KINDS[kind].sources for name in evidence.read(source)}
+    assert any(name.startswith(f"kv_canary/engines/{engine}") for name in mine)
+    others = {"sglang", "vllm", "transformers"} - {engine}
+    assert not [name for name in mine if name.startswith(tuple(f"kv_canary/engines/{other}" for other in others))]
 
 
 def test_the_pages_are_as_the_results_are_and_say_what_is_older() -> None:

@@ -24,10 +24,18 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench/results"
 # The folders that install inside of kv_canary.
 _INSIDE = ("bench", "difftest", "kernels", "reference")
-# What of kv_canary/ no engine runs.
-_TOOLS = ("commands", "demo", "cli.py", "__main__.py")
+# What of kv_canary/ no engine runs, and the adapters, each of which runs in its own.
+_APART = ("commands", "demo", "cli.py", "__main__.py", "engines")
 
 RUNTIME = ("kv_canary", "kernels", "reference")
+_PATCHES = "kv_canary/engines/patches.py"
+SGLANG = (*RUNTIME, "kv_canary/engines/sglang", _PATCHES)
+VLLM = (*RUNTIME, "kv_canary/engines/vllm", _PATCHES)
+TRANSFORMERS = (
+    *RUNTIME,
+    *(f"kv_canary/engines/transformers{part}.py" for part in ("", "_base", "_layouts", "_requests", "_session")),
+    _PATCHES,
+)
 OPS = ("kernels", "reference", "kv_canary/specs", "kv_canary/ops.py", "kv_canary/backends.py")
 GENERATED = (*OPS, "difftest/strategies")
 
@@ -62,7 +70,7 @@ KINDS = {
     "chaos": Evidence(files=("chaos.json",), sources=RUNTIME, command="make chaos MINUTES=60"),
     "sglang_chaos": Evidence(
         files=("sglang_chaos.json",),
-        sources=RUNTIME,
+        sources=SGLANG,
         command=".venv-sglang/bin/pytest -s tests/sglang/test_chaos.py --chaos-minutes 60 --chaos-result FILE",
     ),
     "fuzz": Evidence(
@@ -90,7 +98,7 @@ KINDS = {
     ),
     "engine_cost": Evidence(
         files=("h200_engine_cost.json",),
-        sources=(*RUNTIME, "bench/serving"),
+        sources=(*SGLANG, "bench/serving"),
         command="kv-canary bench engine --json FILE",
     ),
     "seal_cost": Evidence(
@@ -98,7 +106,9 @@ KINDS = {
         sources=(*RUNTIME, "bench/seals.py"),
         command="kv-canary bench seals --json FILE",
     ),
-    "demo": Evidence(files=("h200_demo.json",), sources=RUNTIME, command="kv-canary demo --device cuda --json FILE"),
+    "demo": Evidence(
+        files=("h200_demo.json",), sources=TRANSFORMERS, command="kv-canary demo --device cuda --json FILE"
+    ),
     "peer": Evidence(
         files=("h200_peer.json",),
         sources=("kernels", "kv_canary/specs", "kv_canary/runtime/launches.py"),
@@ -128,27 +138,27 @@ KINDS = {
     ),
     "transformers": Evidence(
         files=("h200_transformers.json",),
-        sources=RUNTIME,
+        sources=TRANSFORMERS,
         command="python -P -m kv_canary.difftest.stress.transformers_cuda --json FILE",
     ),
     "sglang": Evidence(
         files=("h200_sglang.json",),
-        sources=RUNTIME,
+        sources=SGLANG,
         command="python -P -m kv_canary.difftest.stress.sglang.cuda --json FILE",
     ),
     "sglang_detection": Evidence(
         files=("sglang_detection.json",),
-        sources=RUNTIME,
+        sources=SGLANG,
         command="kv-canary stress sglang --json FILE",
     ),
     "vllm_churn": Evidence(
         files=("vllm_churn.json",),
-        sources=RUNTIME,
+        sources=VLLM,
         command="kv-canary stress vllm-churn --json bench/results/vllm_churn.json",
     ),
     "vllm_detection": Evidence(
         files=("vllm_detection.json",),
-        sources=RUNTIME,
+        sources=VLLM,
         command="kv-canary stress vllm --json bench/results/vllm_detection.json --page docs/vllm-detection.md",
     ),
 }
@@ -170,7 +180,7 @@ def read(source: str) -> dict[str, bytes]:
     found = {}
     for path in top.rglob("*"):
         name = path.relative_to(top)
-        apart = source == "kv_canary" and name.parts[0] in (*_INSIDE, *_TOOLS)
+        apart = source == "kv_canary" and name.parts[0] in (*_INSIDE, *_APART)
         if path.is_file() and "__pycache__" not in name.parts and not apart:
             found[f"{source}/{name.as_posix()}"] = path.read_bytes()
     return found

@@ -85,7 +85,8 @@ def untold(text: str) -> set[str]:
 
 
 def _kinds(block: str, kinds: Sequence[str]) -> Sequence[str]:
-    of_block = {"cost": ["engine_cost", "engine", "peer"], "all": list(KINDS)}
+    vllm = ["vllm_churn", "vllm_detection"]
+    of_block = {"cost": ["engine_cost", "engine", "peer"], "vllm": vllm, "all": list(KINDS)}
     return of_block.get(block, [block] if block in KINDS and not kinds else kinds)
 
 
@@ -455,6 +456,29 @@ def _engines(found: Results, _: Sequence[str]) -> str:
     return f"{_table(['engine', 'ran', 'false alarms', 'and'], rows)}\n\n{_source(found, *names)}"
 
 
+def _vllm(found: Results, _: Sequence[str]) -> str:
+    churn, rows = load("vllm_churn.json"), load("vllm_detection.json")
+    faulty = [row for row in rows if not row["is_healthy"]]
+    worst = min(faulty, key=lambda row: row["found"] / row["runs"])
+    head = ["", "runs", "found", "false alarms or something else blamed"]
+    table = [
+        [
+            f"healthy lives over random settings, {churn['lives']}",
+            f"{churn['steps']:,} steps, {churn['positions_verified']:,} positions",
+            "",
+            churn["false_alarms"],
+        ],
+        [
+            f"{len({row['fault'] for row in faulty})} faults, both model runners",
+            sum(row["runs"] for row in faulty),
+            sum(row["found"] for row in faulty),
+            sum(row["blamed_wrongly"] for row in rows),
+        ],
+        [f"worst of them: {worst['fault']}, {worst['runner']}", worst["runs"], worst["found"], worst["blamed_wrongly"]],
+    ]
+    return f"{_table(head, table)}\n\n{_source(found, 'vllm_churn.json', 'vllm_detection.json')}"
+
+
 def _all(found: Results, _: Sequence[str]) -> str:
     rows = [[f"`{r.name}`", r.note or "of this code", r.commit, f"`{KINDS[r.kind].command}`"] for r in found.values()]
     return _table(["result", "is", "measured at", "made anew by"], rows)
@@ -484,6 +508,7 @@ BLOCKS: dict[str, Callable[[Results, Sequence[str]], str]] = {
     "chaos": _chaos,
     "difftest": _difftest,
     "engines": _engines,
+    "vllm": _vllm,
     "all": _all,
     "modules": _modules,
 }

@@ -66,7 +66,7 @@ class Settings:
         drafts = rng.choice(["none", "none", "model", "ngram"]) if kind == "llama" else "none"
         # Runner V2 has no proposer of n-grams on a CPU; a host that runs ahead does not know what drafts come to.
         drafts = "none" if drafts == "ngram" and runner == "V2" else drafts
-        canary = {"check_inputs": rng.choice("01"), "seals": rng.choice(["off", "layer", "model"])}
+        canary = {"check_inputs": rng.choice("01"), "seals": rng.choice(["off", "off", "layer", "model"])}
         canary |= {"check_writes": "1"} if canary["seals"] != "off" and kind == "llama" and rng.random() < 0.3 else {}
         return cls(
             seed=seed,

@@ -258,7 +258,7 @@ def _slots(*blocks: int) -> frozenset[int]:
 def _any_bit(scene: Scene) -> Act:
     """Change a random bit of K or V, in a random layer, of a random position."""
     pool = scene.groups[0].group.pool
-    source: KvSource = scene.rng.choice([pool.k_source, pool.v_source])
+    source: KvSource = scene.rng.choice([half for half in (pool.k_source, pool.v_source) if half is not None])
     number, position = scene.rng.randrange(len(source.layers)), scene.rng.randrange(scene.length)
     byte, bit, slot = scene.rng.randrange(source.bytes_per_token), scene.rng.randrange(8), scene.slot(position)
     row = source.layers[number][slot // source.page_size].view(torch.uint8)

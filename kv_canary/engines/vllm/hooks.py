@@ -27,8 +27,12 @@ RUNNERS = {
 }
 
 
-def register() -> None:
+def register(*, installs: Callable[[Any], None], schedules: Callable[[Any, Any], None]) -> None:
     """Hook the methods of the classes; the second call does nothing.
+
+    Args:
+        installs: called with every worker whose KV cache has just been made.
+        schedules: called with the scheduler and its output, behind every step that it makes.
 
     Raises:
         ValueError: vLLM is not installed, or has not all that is to be hooked.
@@ -37,8 +41,8 @@ def register() -> None:
     check()
     if version.partition("+")[0] != TESTED:
         logger.warning("kv-canary: vllm %s: the adapter is tested with %s; all that it hooks is there", version, TESTED)
-    _wrap(_INSTALLS, _after_initialize)
-    _wrap(_SCHEDULES, _around_schedule)
+    _call_behind(_INSTALLS, lambda wrapper, _: installs(wrapper.worker))
+    _call_behind(_SCHEDULES, schedules)
 
 
 def vllm_version() -> str:
@@ -89,8 +93,8 @@ def _is_there(target: tuple[str, str, str]) -> bool:
         return False
 
 
-def _wrap(target: tuple[str, str, str], wrapper: Callable[..., Any]) -> None:
-    """Let a method of a class be called by a wrapper, once."""
+def _call_behind(target: tuple[str, str, str], function: Callable[[Any, Any], None]) -> None:
+    """Let a function be called with the object and the result behind a method of a class, once."""
     owner = pkgutil.resolve_name("{}:{}".format(*target[:2]))
     original = vars(owner)[target[2]]
     if getattr(original, "_is_of_the_canary", False):
@@ -98,25 +102,9 @@ def _wrap(target: tuple[str, str, str], wrapper: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
+        function(self, result)
+        return result
 
     wrapped._is_of_the_canary = True  # type: ignore[attr-defined]
     setattr(owner, target[2], wrapped)
-
-
-def _after_initialize(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-    """Put a canary into a worker whose KV cache has just been made."""
-    result = original(wrapper, *args, **kwargs)
-    from kv_canary.engines.vllm.session import install
-
-    install(wrapper.worker)
-    return result
-
-
-def _around_schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Send with a step what only the scheduler knows of its requests."""
-    output = original(scheduler, *args, **kwargs)
-    from kv_canary.engines.vllm import told
-
-    told.tell(scheduler, output)
-    return output

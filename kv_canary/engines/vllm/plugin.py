@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from typing import Any
 
 from kv_canary.settings import is_asked_for
 
@@ -23,9 +24,23 @@ def plugin() -> None:
         from kv_canary.engines.vllm import hooks
 
         CanaryConfig.from_env()
-        hooks.register()
+        hooks.register(installs=_install, schedules=_tell)
     except (TypeError, ValueError) as error:
         raise SystemExit(str(error)) from error
     except Exception as error:
         traceback.print_exc()
         raise SystemExit(f"kv-canary: vllm adapter: it could not be loaded: {error}") from error
+
+
+def _install(worker: Any) -> None:
+    """Put a canary into a worker whose KV cache has just been made."""
+    from kv_canary.engines.vllm.session import install
+
+    install(worker)
+
+
+def _tell(scheduler: Any, output: Any) -> None:
+    """Send with a step what only the scheduler knows of its requests."""
+    from kv_canary.engines.vllm.told import tell
+
+    tell(scheduler, output)

@@ -1,0 +1,101 @@
+"""The faults of `kv-canary stress vllm` before a running vLLM: kv-canary finds each, and the page says what was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_canary.commands.evidence_pages import fill
+from kv_canary.difftest.stress.vllm.churn import Settings, live
+from kv_canary.difftest.stress.vllm.detection import RUNNERS, campaign, objections
+from kv_canary.difftest.stress.vllm.faults import KNOWN, healthy
+from kv_canary.difftest.stress.vllm.page import page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def kept() -> list[dict[str, Any]]:
+    """The rows that the page was written from."""
+    rows: list[dict[str, Any]] = json.loads((ROOT / "bench/results/vllm_detection.json").read_text())
+    return rows
+
+
+def test_the_page_says_what_the_rows_say(kept: list[dict[str, Any]]) -> None:
+    assert (ROOT / "docs/vllm-detection.md").read_text(encoding="utf-8") == fill(page(kept))
+
+
+def test_the_rows_hold_every_fault_and_nothing_against_the_canary(kept: list[dict[str, Any]]) -> None:
+    assert [(r["fault"], r["runner"]) for r in kept] == [(f.name, runner) for runner in RUNNERS for f in KNOWN]
+    assert [text for row in kept for text in objections(row)] == []
+
+
+def test_the_kept_churn_was_silent() -> None:
+    churn = json.loads((ROOT / "bench/results/vllm_churn.json").read_text())
+    assert churn["steps"] >= 3000
+    assert churn["wrong"] == []
+    assert churn["false_alarms"] == 0
+    assert churn["positions_verified"] == churn["positions_relied_on"]
+
+
+@pytest.mark.parametrize("runner", ["V1", pytest.param("V2", marks=pytest.mark.long)])
+def test_a_few_faults_are_found_and_nothing_is_reported_without_one(runner: Any) -> None:
+    names = ("blocks swapped", "handed out twice", "write dropped", "a drafter's layer, cached")
+    chosen = [f for f in KNOWN if f.name in names]
+    rows = campaign([*{healthy(chosen[0]).name: healthy(chosen[0])}.values(), *chosen], [0], runners=[runner])
+    assert [f"{row['fault']}: {text}" for row in rows for text in objections(row)] == []
+    assert [row["fault"] for row in rows[1:]] == list(names)
+    # A drafter's KV changes no text: its guesses are only accepted where they are right.
+    assert [row["wrong_text"] for row in rows if row["fault"] == "a drafter's layer, cached"] == [0]
+
+
+@pytest.mark.long
+def test_every_fault_is_found_in_both_runners() -> None:
+    rows = campaign(KNOWN, [0])
+    assert [f"{row['fault']}, {row['runner']}: {text}" for row in rows for text in objections(row)] == []
+
+
+def row(**changed: Any) -> dict[str, Any]:
+    plain = {
+        "is_healthy": False,
+        "runs": 2,
+        "found": 2,
+        "blamed_wrongly": 0,
+        "wrong": [],
+        "failures": [],
+        "errors": [],
+        "canary_changed_text": 0,
+        "wrong_text": 1,
+    }
+    return {**plain, **changed}
+
+
+@pytest.mark.parametrize(
+    ("changed", "objection"),
+    [
+        ({"found": 1}, "1 found, 2 wanted"),
+        ({"is_healthy": True, "wrong_text": 0}, "2 found, 0 wanted"),
+        ({"is_healthy": True, "found": 0}, "healthy lives differ"),
+        ({"blamed_wrongly": 1, "wrong": ["step 3"]}, "1 lives in which something else is blamed: step 3"),
+        ({"failures": ["HEAD"]}, "a failure: HEAD"),
+        ({"errors": ["it broke"]}, "a failure: it broke"),
+        ({"canary_changed_text": 1}, "the canary changed what was generated"),
+    ],
+)
+def test_objections(changed: dict[str, Any], objection: str) -> None:
+    assert list(objections(row())) == []
+    assert list(objections(row(**changed))) == [objection]
+
+
+def test_a_life_of_the_churn_is_clean_and_its_settings_come_of_its_seed(tmp_path: Path) -> None:
+    drawn = [Settings.drawn(seed, runners=("V1",)) for seed in range(40)]
+    assert drawn == [Settings.drawn(seed, runners=("V1",)) for seed in range(40)]
+    assert {(s.kind, s.asynchronous) for s in drawn} >= {("llama", True), ("mistral", False), ("gemma3", True)}
+    assert {s.drafts for s in drawn} == {"none", "ngram", "model"}
+    assert not any(s.asynchronous and s.drafts != "none" for s in drawn)
+    lived = live(next(s for s in drawn if s.drafts == "model"), steps=12, models=tmp_path)
+    assert lived.is_clean, lived
+    assert lived.verified > 1000
