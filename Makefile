@@ -55,7 +55,7 @@ test-sglang: .venv-sglang/.stamp ## the adapter in SGLang's own engine, on the C
 	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest -n 2 --dist worksteal -m 'not long' tests/sglang
 
 test-vllm: .venv-vllm/.stamp ## the adapter in vLLM's own engine, on the CPU, in .venv-vllm
-	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest -n 2 --dist loadgroup -m 'not long' tests/vllm
+	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest -n 2 --dist worksteal -m 'not long' tests/vllm
 
 fuzz: .venv/.stamp ## look for differences between kernels and references for half an hour (MINUTES=...)
 	.venv/bin/kv-canary difftest fuzz --minutes $(MINUTES) --database .hypothesis/examples

@@ -22,7 +22,16 @@ from rich.console import Console
 from kv_canary.commands.facts import facts
 from kv_canary.difftest.options import commit_option, json_option
 from kv_canary.difftest.options import progress as progress_bar
-from kv_canary.difftest.stress.vllm.engine import ONE_THREAD, RUNNERS, Engine, Runner, Traffic, prepare, save_model
+from kv_canary.difftest.stress.vllm.engine import (
+    ONE_THREAD,
+    RUNNERS,
+    Engine,
+    Runner,
+    Traffic,
+    drafts_of,
+    prepare,
+    save_model,
+)
 from kv_canary.reports.versions import installed
 
 # Lives of one process: engines come one after the other there, and leave memory behind.
@@ -38,7 +47,7 @@ class Settings:
         kind: of the model.
         runner: of the model.
         asynchronous: whether a step is prepared before the tokens of the one before are known.
-        drafts: "none", "ngram" or "model".
+        drafts: "none", "ngram", "model" or "eagle".
         caches: whether there is a prefix cache.
         sampled: whether tokens are sampled at random, with several that stop a request.
         sequences, tokens: of one step, at most.
@@ -63,7 +72,7 @@ class Settings:
         """Return the settings that a seed stands for."""
         rng = random.Random(seed)
         kind, runner = rng.choice(["llama", "llama", "mistral", "gemma3"]), rng.choice(runners)
-        drafts = rng.choice(["none", "none", "model", "ngram"]) if kind == "llama" else "none"
+        drafts = rng.choice(["none", "none", "model", "ngram", "eagle"]) if kind == "llama" else "none"
         # Runner V2 has no proposer of n-grams on a CPU; a host that runs ahead does not know what drafts come to.
         drafts = "none" if drafts == "ngram" and runner == "V2" else drafts
         canary = {"check_inputs": rng.choice("01"), "seals": rng.choice(["off", "off", "layer", "model"])}
@@ -118,8 +127,9 @@ def live(settings: Settings, *, steps: int, models: Path) -> Lived:
         lookup = {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
         more["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3, **lookup}
     elif settings.drafts == "model":
-        small = save_model(models / "small", num_hidden_layers=1)
-        more["speculative_config"] = {"method": "draft_model", "model": small, "num_speculative_tokens": 3}
+        more["speculative_config"] = drafts_of("draft_model", model)
+    elif settings.drafts == "eagle":
+        more["speculative_config"] = drafts_of("eagle", model)
     with Engine(
         model,
         runner=settings.runner,

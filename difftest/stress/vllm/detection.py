@@ -26,7 +26,7 @@ from kv_canary.commands.facts import facts
 from kv_canary.difftest.options import commit_option, json_option
 from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.stress.processes import in_fork
-from kv_canary.difftest.stress.vllm.engine import ONE_THREAD, RUNNERS, Engine, Runner, prepare, save_model
+from kv_canary.difftest.stress.vllm.engine import ONE_THREAD, RUNNERS, Engine, Runner, drafts_of, prepare, save_model
 from kv_canary.difftest.stress.vllm.faults import KNOWN, Fault, Setting, healthy, live
 from kv_canary.difftest.stress.vllm.page import page
 from kv_canary.reports.versions import installed
@@ -80,7 +80,8 @@ def campaign(
     """
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(Path(folder) / "llama")
-        save_model(_drafter(model), num_hidden_layers=1)
+        # Before there are processes that would make it at once.
+        drafts_of("draft_model", model)
         live_all = functools.partial(_live_all, faults, seeds, model=model, tick=tick)
         # Each waits for processes of its own.
         with ThreadPoolExecutor(len(runners)) as threads:
@@ -101,11 +102,6 @@ def _live_all(
                 seen[settings is not None, name, seed] = one
                 tick(name)
     return [_row(f, runner, seeds, seen) for f in faults]
-
-
-def _drafter(model: str) -> str:
-    """Return the folder of the model that drafts for another."""
-    return f"{model}-small"
 
 
 def run(lives: Lives, *, model: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
@@ -145,10 +141,7 @@ def _serve(lives: Lives, model: str, log: Path, results: Connection) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faults = {f.name: f for f in KNOWN}
-    drafter = {"method": "draft_model", "model": _drafter(model)}
-    more: dict[str, Any] = (
-        {"speculative_config": {**drafter, "num_speculative_tokens": 3}} if lives.setting == "drafts" else {}
-    )
+    more: dict[str, Any] = {"speculative_config": drafts_of("draft_model", model)} if lives.setting == "drafts" else {}
     engine = Engine(model, runner=lives.runner, canary=lives.canary, **more)
     for name in lives.names:
         for seed in lives.seeds:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,6 +70,37 @@ def save_model(folder: Path | str, kind: str = "llama", **overrides: Any) -> str
     from kv_canary.demo.models import save_tiny_model
 
     return save_tiny_model(folder, kind, **{**_SHAPE, **_KINDS[kind], **overrides})
+
+
+def drafts_of(method: Literal["draft_model", "eagle"], model: str) -> dict[str, Any]:
+    """Return vLLM's settings for a drafter of one layer with random weights, saved beside the model that it drafts for.
+
+    Args:
+        method: vLLM's name of it.
+        model: folder of the model.
+    """
+    folder = save_model(f"{model}-small", num_hidden_layers=1)
+    if method == "eagle":
+        folder = _save_eagle(Path(f"{model}-eagle"), Path(folder))
+    return {"method": method, "model": folder, "num_speculative_tokens": 3}
+
+
+def _save_eagle(folder: Path, model: Path) -> str:
+    """Save an EAGLE head made of a model of one layer: its layer, behind a layer that brings two inputs together."""
+    if not folder.exists():
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        folder.mkdir()
+        config = json.loads((model / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config))
+        tensors = {name.removeprefix("model."): t for name, t in load_file(model / "model.safetensors").items()}
+        # Its input comes as it is.
+        kept = {n: t for n, t in tensors.items() if n.startswith("layers.") and "input_layernorm" not in n}
+        width = config["hidden_size"]
+        both = torch.randn(width, 2 * width, generator=torch.Generator().manual_seed(1)) / width**0.5
+        save_file({**kept, "fc.weight": both}, folder / "model.safetensors")
+    return str(folder)
 
 
 class Engine:
