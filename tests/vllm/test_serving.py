@@ -63,9 +63,7 @@ LIVES = {
     "V2": Life(runner="V2", steps=40),
     "V2, a draft model": Life(runner="V2", steps=8, drafter="draft_model", drafts=True, preempted=False),
     "V2, windows": Life(kind="mistral", runner="V2", steps=20, preempted=False),
-    "V2, three groups over one memory": Life(
-        kind="gemma3", runner="V2", steps=25, arguments=WIDE, preempted=False, pending=False
-    ),
+    "V2, three groups over one memory": Life(kind="gemma3", runner="V2", steps=25, arguments=WIDE, preempted=False),
     "V2, asynchronous": Life(runner="V2", steps=25, asynchronous=True, traffic={"sampling": stopped}, preempted=False),
 }
 
