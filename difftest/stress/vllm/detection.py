@@ -163,6 +163,9 @@ def _live(engine: Engine, fault: Fault, seed: int) -> dict[str, Any]:
                 reported_at.append(engine.steps)
 
     life = live(fault, engine, seed=seed, see=see)
+    if manager is not None:
+        # What nobody has read is found by the scrub, which an engine that runs on comes to by itself.
+        manager.scrub()
     see()
     seen: dict[str, Any] = {
         # vLLM puts something of its own behind the names that it is given.

@@ -18,8 +18,9 @@ with the fault before kv-canary. This page is written by `kv-canary stress vllm 
 Seals are on (`KV_CANARY_SEALS=layer`), as they are by default on a GPU; rows with a star have
 `KV_CANARY_CHECK_WRITES=1` besides. *Text wrong* counts the lives in which some request generated other tokens than
 without the fault. *Late* are steps from the fault to the report, the median and the most: bytes that nobody samples are
-found when their request ends, or when somebody hits them, and a worker is told of an end with the next step. *Blamed
-wrongly* counts lives with an incident that is not of what was damaged.
+found when their request ends, or when somebody hits them, and a worker is told of an end with the next step; those that
+nobody reads again are found by the scrub, with which each life ends. *Blamed wrongly* counts lives with an incident
+that is not of what was damaged.
 
 ## Healthy lives
 
