@@ -22,10 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not IS_HERE:
         # This file is loaded with the other tests, too.
         return
-    # Else its kernels and torch's wait for each other's threads, on two cores.
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0"
-    from kv_canary.difftest.stress.vllm.engine import prepare
+    from kv_canary.difftest.stress.vllm.engine import ONE_THREAD, prepare
 
+    os.environ.update(ONE_THREAD)
     prepare()
     import torch
 

@@ -79,7 +79,8 @@ class Server:
                 **clean,
                 "VLLM_SERVER_DEV_MODE": "1",
                 "VLLM_LOGGING_LEVEL": "INFO",
-                "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+                # A core for each rank, as far as there are so many.
+                "VLLM_CPU_OMP_THREADS_BIND": "{}|{}".format(*(sorted(os.sched_getaffinity(0)) * 2)[:2]),
                 "TORCH_COMPILE_DISABLE": "1",
                 "KV_CANARY_MODE": "log",
                 "KV_CANARY_METRICS_PORT": str(self.metrics[0]),

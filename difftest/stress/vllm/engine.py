@@ -23,7 +23,7 @@ Runner = Literal["V1", "V2"]
 RUNNERS: tuple[Runner, ...] = ("V1", "V2")
 # A process of one thread, so that it can be forked: vLLM's kernels for CPUs and torch's keep theirs otherwise, and wait
 # for each other's on two cores.
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0)))}
 
 VOCABULARY = 1000
 BLOCK = 32
