@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,14 @@ from kv_canary.output import logger
 Int64s = npt.NDArray[np.int64]
 _MASK = (1 << 64) - 1
 _numbers = itertools.count(1)
+
+
+@functools.lru_cache(maxsize=256)
+def one_each(count: int) -> Int64s:
+    """Return int64 [count] ones: the new tokens of a decode step's requests. To be read only."""
+    ones = np.ones(count, np.int64)
+    ones.setflags(write=False)
+    return ones
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,13 @@ import torch
 from kv_canary.difftest.stress.vllm.engine import Engine, Runner
 
 Model = Callable[[str], str]
+# So many that every request is handed out another block on the way.
+NEW = 30
 
 
 def serve(engine: Engine, *, first: int = 0) -> None:
     for n in range(first, first + 4):
-        engine.submit(f"r{n}", [7 + n, *range(20, 90)], new_tokens=12)
+        engine.submit(f"r{n}", [7 + n, *range(20, 90)], new_tokens=NEW)
     engine.run()
 
 
@@ -71,6 +73,75 @@ def test_a_canary_that_fails_everywhere_changes_nothing(
         after = engine.session.manager.summary()
         assert after.positions_verified > before.positions_verified
         assert after.violations == 0
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_one_failure_in_the_midst_of_requests_makes_no_false_alarm(
+    model: Model, without: dict[str, list[int]], runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was sampled meanwhile is missing from their own text, and blocks were handed out that nobody followed."""
+    from kv_canary.engines.vllm import blocks, inputs, requests
+
+    reader = inputs.RunnerV2 if runner == "V2" else inputs.RunnerV1
+    with Engine(model("llama"), runner=runner, canary={"seals": "layer", "check_inputs": "1"}) as engine:
+        manager, left_out = engine.session.manager, [0]
+        for owner, name in (
+            (reader, "read"),
+            (requests.Requests, "sampled"),
+            (requests.Requests, "take"),
+            (blocks.Blocks, "begin_step"),
+            (blocks.Blocks, "append"),
+        ):
+            engine.outputs.clear()
+            for n in range(4):
+                engine.submit(f"r{n}", [7 + n, *range(20, 90)], new_tokens=NEW)
+            start = engine.steps
+            engine.run(lambda start=start: engine.steps == start + 5)
+            failures = manager.guard.failures.total()
+            real, calls = getattr(owner, name), [0]
+
+            def once(*args: Any, real: Any = real, calls: list[int] = calls, **kwargs: Any) -> Any:
+                calls[0] += 1
+                if calls[0] == 1:
+                    raise ZeroDivisionError("on purpose")
+                return real(*args, **kwargs)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(owner, name, once)
+                # A block is handed out within so many steps.
+                engine.run(lambda calls=calls: calls[0] > 0, most=40)
+            # One that comes beside those that are left out, and hits what they have written and are writing.
+            engine.submit("beside", [7, *range(20, 90), *range(300, 340)], new_tokens=6)
+            engine.run()
+            assert manager.guard.failures.total() > failures, name
+            assert {n: engine.outputs[n] for n in without} == without
+            manager.scrub()
+            assert [report.sentence for report in manager.reports] == [], name
+            assert engine.session.left_out > left_out[0], name
+            left_out[0] = engine.session.left_out
+        before = manager.summary().positions_verified
+        serve(engine, first=20)
+        manager.flush()
+        assert manager.summary().positions_verified > before
+        assert manager.summary().violations == 0
+
+
+def test_a_scheduler_that_tells_of_salts_no_more_makes_no_false_alarm(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kv_canary.engines.vllm import session
+
+    with Engine(model("llama"), canary={}) as engine:
+        for n, told in enumerate((True, False, True)):
+            with monkeypatch.context() as patched:
+                if not told:
+                    patched.setattr(session.told, "salts", lambda scheduled: None)
+                engine.submit(f"r{n}", list(range(40, 120)), new_tokens=6, cache_salt="mine")
+                engine.run()
+        engine.session.manager.flush()
+        assert [report.sentence for report in engine.session.manager.reports] == []
+        assert engine.session.left_out > 0
+        assert engine.session.manager.summary().positions_verified > 64
 
 
 def test_a_finding_in_raise_mode_ends_the_step(model: Model) -> None:

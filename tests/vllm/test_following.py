@@ -11,6 +11,7 @@ import torch
 
 from kv_canary.engines.vllm import requests as kept
 from kv_canary.engines.vllm.blocks import Blocks
+from kv_canary.engines.vllm.inputs import StepInputs
 from kv_canary.engines.vllm.requests import Requests, identity_of, with_images
 
 SIZE = 4
@@ -30,57 +31,126 @@ def int64s(*numbers: int) -> Any:
     return np.array(numbers, np.int64)
 
 
+def newest(requests: Requests, names: list[str], *ends: int) -> list[int] | None:
+    composition = requests.compose(names).composition
+    found = requests.newest(composition.members, int64s(*ends))
+    return None if found is None else found.tolist()
+
+
+def text(requests: Requests, name: str) -> list[int]:
+    member = requests.find(name)
+    assert member is not None
+    return list(requests.tokens(member, 0, 99))
+
+
 def test_what_is_sampled_becomes_own_text_of_those_that_go_on() -> None:
     requests = Requests(num_rows=5, max_len=8)
-    a, b = requests.start("a", [1, 2, 3], identity=7), requests.start("b", [4], identity=0)
+    requests.start("a", [1, 2, 3], identity=7)
+    b = requests.start("b", [4], identity=0)
     both = requests.compose(["a", "b"])
     assert requests.compose(["a", "b"]) is both
-    assert both.identities.tolist() == [7, 0]
+    assert both.which is None
+    assert both.composition.identities.tolist() == [7, 0]
     requests.sampled(both, ["a", "b"], [[10, 11], []])
     # Nothing counts before it is taken in, which another thread does not do.
-    assert requests.newest(both.members, int64s(4, 1)) is None
+    assert newest(requests, ["a", "b"], 4, 1) is None
     requests.take()
-    assert requests.newest(both.members, int64s(5, 1)).tolist() == [11, 4]
+    assert newest(requests, ["a", "b"], 5, 1) == [11, 4]
     # In another order, with one that nobody knows.
     requests.sampled(both, ["b", "stranger", "a"], [[5], [9], [12]])
     requests.take()
-    assert list(requests.tokens(a, 0, 9)) == [1, 2, 3, 10, 11, 12]
-    assert list(requests.tokens(b, 0, 9)) == [4, 5]
+    assert text(requests, "a") == [1, 2, 3, 10, 11, 12]
+    assert text(requests, "b") == [4, 5]
     # Its row is another's when the result comes.
-    requests.let_go(requests.end("b"))
+    assert requests.end("b") is b
+    requests.let_go(b)
     c = requests.start("c", [6], identity=0)
     assert c.row == both.rows[1]
     requests.sampled(both, ["a", "b"], [[13], [66]])
     requests.take()
-    assert list(requests.tokens(c, 0, 9)) == [6]
+    assert text(requests, "c") == [6]
     assert list(requests.tokens(b, 0, 9)) == [4, 5]
     assert requests.compose(["a", "c"]) is not both
     # No more than there is room for.
     requests.sampled(requests.compose(["a", "c"]), ["a", "c"], [[14, 15], [7]])
     requests.take()
-    assert list(requests.tokens(a, 5, 12)) == [12, 13, 14]
-    assert requests.lengths[a.row] == 8
+    assert text(requests, "a")[5:] == [12, 13, 14]
 
 
 def test_a_request_that_was_put_off_goes_on_with_its_text_or_with_what_the_scheduler_says() -> None:
     requests = Requests(num_rows=4, max_len=8)
-    requests.start("a", [1, 2], identity=0)
-    owner = requests["a"].owner
-    paused = requests.pause("a")
+    a = requests.start("a", [1, 2], identity=0)
+    owner = a.owner
+    late = requests.compose(["a"])
+    assert requests.pause("a") is a
     assert requests.pause("nobody") is None
-    requests.let_go(paused)
+    row = a.row
+    requests.let_go(a)
     assert requests.pause("a") is None
-    assert list(requests.tokens(paused, 0, 9)) == [1, 2]
+    assert text(requests, "a") == [1, 2]
     assert requests.resume("a", None).owner == owner
-    assert list(requests.tokens(requests["a"], 0, 9)) == [1, 2]
-    requests.let_go(requests.pause("a"))
-    assert list(requests.tokens(requests.resume("a", [1, 2, 3]), 0, 9)) == [1, 2, 3]
-    assert requests.name(requests["a"]) == "a"
-    assert requests.owner_of(requests["a"].row) == owner
+    assert text(requests, "a") == [1, 2]
+    # In its old row: what it has sampled before it was put off is in the text already, or was thrown away.
+    assert a.row == row
+    requests.sampled(late, ["a"], [[9]])
+    requests.take()
+    assert text(requests, "a") == [1, 2]
+    requests.let_go(a)
+    requests.resume("a", [1, 2, 3])
+    assert text(requests, "a") == [1, 2, 3]
+    assert requests.name(a) == "a"
+    assert requests.owner_of(a.row) == owner
     for name in ("b", "c"):
         requests.start(name, [1], identity=0)
     with pytest.raises(RuntimeError, match="at most 3, got more"):
         requests.start("d", [1], identity=0)
+
+
+def test_images_of_a_request_that_was_put_off_are_still_told_apart() -> None:
+    requests = Requests(num_rows=4, max_len=8)
+    a = requests.start("a", [1, 77, 78, 2], identity=0, shown=3)
+    for told in ([1, 9, 9, 2, 5], None):
+        requests.pause("a")
+        requests.let_go(a)
+        requests.resume("a", told)
+        assert text(requests, "a")[:4] == [1, 77, 78, 2]
+        assert requests.shown[a.row] == 3
+    # A row that is given on has none of it.
+    requests.end("a")
+    requests.let_go(a)
+    assert requests.shown[requests.start("b", [1], identity=0).row] == 0
+
+
+def test_a_request_whose_text_is_lost_is_left_out_until_the_scheduler_says_it_anew() -> None:
+    requests = Requests(num_rows=5, max_len=8)
+    a, _ = requests.start("a", [1, 2], identity=0), requests.start("b", [3], identity=0)
+    before = requests.compose(["a", "b"])
+    requests.lose(["a", "stranger"])
+    composed = requests.compose(["a", "b", "stranger"])
+    assert composed.names == ["b"]
+    assert composed.which.tolist() == [1]
+    assert composed.rows.tolist() == [a.row, before.rows[1], 0]
+    # What comes late is nothing either.
+    requests.sampled(before, ["a", "b"], [[8], [9]])
+    requests.take()
+    assert text(requests, "b") == [3, 9]
+    assert text(requests, "a") == [1, 2]
+    # Not while it is put off, and not by coming back with what it had.
+    requests.pause("a")
+    requests.let_go(a)
+    requests.resume("a", None)
+    assert requests.compose(["a"]).names == []
+    requests.pause("a")
+    requests.let_go(a)
+    requests.resume("a", [1, 2, 8])
+    assert requests.compose(["a"]).names == ["a"]
+    requests.lose(["a"])
+    requests.start("a", [1, 2, 8], identity=0)
+    assert requests.compose(["a"]).which is None
+    requests.forget()
+    assert requests.find("a") is None
+    assert requests.compose(["a", "b"]).names == []
+    assert len({requests.start(name, [1], identity=0).row for name in "abcd"}) == 4
 
 
 def test_what_kv_depends_on_is_of_the_request_and_not_of_the_caches_key() -> None:
@@ -187,10 +257,42 @@ def test_what_is_hit_in_the_step_that_writes_it_is_pending() -> None:
     found.begin_step()
     found.admit(4, [[3, 4, 7]], 8)
     assert found.pending(int64s(1, 4), int64s(6, 8), int64s(2, 2)).tolist() == [0, 2]
+    # Beside one that nobody knows, all of it.
+    assert found.pending(int64s(0, 4), int64s(50, 8), int64s(1, 2)).tolist() == [0, 8]
     # And of one that is not in the step nothing is said.
     found.begin_step()
     found.admit(5, [[3, 4, 7]], 8)
     assert found.pending(int64s(1), int64s(6), int64s(2)) is None
+
+
+def test_blocks_of_which_nothing_is_known_leave_nothing_behind() -> None:
+    found = blocks()
+    found.admit(1, [[3, 4]], 0)
+    found.append(1, [[5]])
+    found.ends[1] = 9
+    found.forget()
+    assert found.take_fresh() == []
+    assert found.end(1).unreachable[0].tolist() == []
+    found.admit(2, [[3]], 0)
+    assert found.take_handed_out_twice() == []
+
+
+def test_some_requests_of_a_step_and_their_tokens() -> None:
+    whole = StepInputs(
+        names=["a", "b", "c"],
+        prefix=int64s(5, 0, 7),
+        extend=int64s(1, 3, 2),
+        input_ids=torch.arange(6, dtype=torch.int32),
+        positions=torch.arange(6) + 10,
+        out_slots={"g0": torch.arange(6) + 20},
+        lengths=torch.tensor([6, 3, 9], dtype=torch.int32),
+    )
+    some = whole.only(int64s(0, 2))
+    assert (some.names, some.prefix.tolist(), some.extend.tolist()) == (["a", "c"], [5, 7], [1, 2])
+    assert some.input_ids.tolist() == [0, 4, 5]
+    assert some.positions.tolist() == [10, 14, 15]
+    assert some.out_slots["g0"].tolist() == [20, 24, 25]
+    assert some.lengths.tolist() == [6, 9]
 
 
 def test_numbers_by_name() -> None:

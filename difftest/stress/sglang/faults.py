@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from kv_canary.difftest.stress.life import Life
 from kv_canary.difftest.stress.sglang.engine import (
     BYTES_PER_TOKEN,
     LAYERS,
@@ -93,26 +94,7 @@ class Fault:
         return self.name.startswith("one byte")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Life:
-    """The outcome of one life.
-
-    Args:
-        outputs: the tokens that each request generated.
-        act: what the fault did; None where none was to come.
-        acted_at: steps of the engine before the fault.
-        steps: of the engine, in all.
-        ended: what ended the life early, in words.
-    """
-
-    outputs: dict[str, list[int]]
-    act: Act | None
-    acted_at: int
-    steps: int
-    ended: str = ""
-
-
-def live(fault: Fault, scheduler: Any, *, seed: int, see: Callable[[int], None]) -> Life:
+def live(fault: Fault, scheduler: Any, *, seed: int, see: Callable[[int], None]) -> Life[Act]:
     """Serve the fault's traffic, with the fault in the midst of it.
 
     Args:
@@ -134,7 +116,7 @@ class _Traffic:
         self._steps, self._acted_at = 0, 0
         self._act: Act | None = None
 
-    def serve(self) -> Life:
+    def serve(self) -> Life[Act]:
         ended = ""
         try:
             if self._fault.script == "cached":

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from kv_canary.difftest.stress.life import Life
 from kv_canary.difftest.stress.vllm.engine import BLOCK, VOCABULARY, Engine
 from kv_canary.engines.vllm import pools, support
 from kv_canary.engines.vllm.pools import AttachedGroup
@@ -110,26 +111,7 @@ class Fault:
     setting: Setting = "plain"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Life:
-    """The outcome of one life.
-
-    Args:
-        outputs: the tokens that each request generated.
-        act: what the fault did; None where none was to come.
-        acted_at: steps of the engine before the fault.
-        steps: of the engine, in all.
-        ended: what ended the life early, in words.
-    """
-
-    outputs: dict[str, list[int]]
-    act: Act | None
-    acted_at: int
-    steps: int
-    ended: str = ""
-
-
-def live(fault: Fault, engine: Engine, *, seed: int, see: Callable[[], None]) -> Life:
+def live(fault: Fault, engine: Engine, *, seed: int, see: Callable[[], None]) -> Life[Act]:
     """Serve the fault's traffic, with the fault in the midst of it.
 
     Args:
@@ -150,7 +132,7 @@ class _Traffic:
         self._acted_at = 0
         self._act: Act | None = None
 
-    def serve(self) -> Life:
+    def serve(self) -> Life[Act]:
         ended = ""
         try:
             self._serve()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import compress
@@ -14,7 +13,7 @@ import numpy as np
 from kv_canary.constants import to_signed
 from kv_canary.engines.sglang import batches
 from kv_canary.engines.sglang.identities import Identities
-from kv_canary.runtime.composition import BatchRequests, Composition, Int64s
+from kv_canary.runtime.composition import BatchRequests, Composition, Int64s, one_each
 
 # Lists of requests whose prompts' lengths are remembered: those that prefill and those that decode, now and before.
 _MOST_LISTS = 4
@@ -87,13 +86,6 @@ class Requests:
     def discarded(self, member: Any, length: int) -> bool:
         """Whether a request finished without the token that was sampled behind its first `length` ones."""
         return batches.was_discarded(member, length)
-
-
-@functools.lru_cache(maxsize=256)
-def _ones(count: int) -> Int64s:
-    ones = np.ones(count, np.int64)
-    ones.setflags(write=False)
-    return ones
 
 
 class _Rows:
@@ -221,7 +213,7 @@ class Composer:
                 return following
             # The new token is counted already.
             prefix = np.subtract(lengths.numpy(), 1, dtype=np.int64)
-            extend = _ones(len(prefix))
+            extend = one_each(len(prefix))
         else:
             prefix, extend = np.array(batches.lengths(forward_batch), np.int64).reshape(-1, 2).T.copy()
         if len(prefix) != len(composition):
@@ -266,7 +258,7 @@ class _List:
         self._last: BatchRequests | None = None
         self._texts: list[Any] = []
         self._at: list[int] = []
-        self._prompts = _ones(0)
+        self._prompts = one_each(0)
 
     def has_rows(self, mirror: Any) -> bool:
         """Whether the composition's rows are those that the scheduler keeps of the batch on the host."""

@@ -59,6 +59,14 @@ class Blocks:
         self._holders = [np.zeros(num_blocks, np.int64) for _ in groups]
         self._twice: list[tuple[int, int, int]] = []
 
+    def forget(self) -> None:
+        """Take in that nothing is known of the blocks of any row."""
+        for i in range(len(self._groups)):
+            self._counts[i][:], self._holders[i][:], self._fresh[i] = 0, 0, []
+        self.ends[:] = 0
+        self._admitted.clear()
+        self._twice.clear()
+
     def begin_step(self) -> None:
         """Begin to take in what a step brings."""
         self._step += 1
@@ -91,13 +99,14 @@ class Blocks:
     def _take(self, i: int, row: int, ids: Sequence[int]) -> None:
         """Take in that blocks were handed out to a row."""
         self._fresh[i] += ids
-        for block in ids:
-            if not block:
-                continue
-            for n, holders in enumerate(self._holders):
-                if (other := int(holders[block])) and other != row and self._needs(n, other, block):
-                    self._twice.append((n, block, row))
-                holders[block] = row if n == i else 0
+        given = np.array(ids, np.int64)
+        given = given[given > 0]
+        for n, holders in enumerate(self._holders):
+            others = holders[given]
+            for k in ((others > 0) & (others != row)).nonzero()[0].tolist():
+                if self._needs(n, int(others[k]), int(given[k])):
+                    self._twice.append((n, int(given[k]), row))
+            holders[given] = row if n == i else 0
 
     def _needs(self, i: int, row: int, block: int) -> bool:
         """Whether a row has a block, and may still read it: the scheduler takes back what a window has left behind."""
@@ -151,19 +160,21 @@ class Blocks:
     def pending(self, rows: Int64s, prefix: Int64s, extend: Int64s) -> Int64s | None:
         """Return how many of each prefix's last tokens another request of the step writes; None: none of any.
 
-        The scheduler finds a block in its cache as soon as it is handed out, before anybody has written it.
+        The scheduler finds a block in its cache as soon as it is handed out, before anybody has written it. Where it is
+        not known what some request of the step writes, all that was hit in it is pending.
 
         Args:
-            rows, prefix, extend: of all requests of the step.
+            rows, prefix, extend: of all requests of the step; row 0 where one is not known.
         """
         if not self._admitted:
             return None
         self._mark(rows, prefix, extend)
+        is_whole = bool(rows.all())
         found, at = np.zeros(len(rows), np.int64), {int(row): n for n, row in enumerate(rows.tolist())}
         for row, computed in self._admitted:
             if row not in at:
                 continue
-            first = computed
+            first = computed if is_whole else 0
             for i, group in enumerate(self._groups):
                 size = group.block_size
                 hit = self._tables[i][row, : -(-computed // size)]

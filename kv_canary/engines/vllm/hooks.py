@@ -1,4 +1,4 @@
-"""The methods of vLLM's that call the canary: one of a class, and the rest of the worker that it is called for."""
+"""The methods of vLLM's that call the canary: two of classes, and what a worker must have."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _INSTALLS = ("vllm.v1.worker.worker_base", "WorkerWrapperBase", "initialize_from
 # Called in the process of the scheduler, which knows of requests what workers are not told.
 _SCHEDULES = ("vllm.v1.core.sched.scheduler", "Scheduler", "schedule")
 # What is asked of a worker, by the object: its own methods, and what its runners have.
-WORKER = ("execute_model", "sample_tokens", "shutdown", "sleep", "wake_up", "finish_weight_update", "reload_weights")
+WORKER = ("execute_model", "sample_tokens", "shutdown", "sleep", "wake_up")
 RUNNERS = {
-    False: ("_model_forward", "input_batch", "input_ids", "positions", "seq_lens", "kv_cache_config"),
-    True: ("kv_connector", "block_tables", "req_states", "input_buffers", "kv_cache_config"),
+    False: ("_model_forward", "input_batch", "input_ids", "positions", "seq_lens", "kv_cache_config", "max_num_tokens"),
+    True: ("kv_connector", "prepare_attn", "block_tables", "kv_cache_config", "max_num_tokens"),
 }
 
 

@@ -12,7 +12,8 @@ import torch
 
 from kv_canary.engines.vllm.pools import AttachedGroup
 from kv_canary.engines.vllm.requests import by_name
-from kv_canary.runtime.composition import Int64s
+from kv_canary.runtime.composition import Int64s, one_each
+from kv_canary.runtime.host import send
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,6 +36,21 @@ class StepInputs:
     out_slots: Mapping[str, torch.Tensor]
     lengths: torch.Tensor
 
+    def only(self, which: Int64s) -> StepInputs:
+        """Return those of some requests, by their places."""
+        chosen = np.zeros(len(self.names), bool)
+        chosen[which] = True
+        tokens, requests = send(self.lengths.device, np.repeat(chosen, self.extend).nonzero()[0], which)
+        return StepInputs(
+            names=[self.names[i] for i in which.tolist()],
+            prefix=self.prefix[which],
+            extend=self.extend[which],
+            input_ids=self.input_ids[tokens],
+            positions=self.positions[tokens],
+            out_slots={name: slots[tokens] for name, slots in self.out_slots.items()},
+            lengths=self.lengths[requests],
+        )
+
 
 @functools.lru_cache(maxsize=64)
 def numbers(count: int) -> Int64s:
@@ -44,15 +60,8 @@ def numbers(count: int) -> Int64s:
     return found
 
 
-@functools.lru_cache(maxsize=64)
-def _ones(count: int) -> Int64s:
-    ones = np.ones(count, np.int64)
-    ones.setflags(write=False)
-    return ones
-
-
-class RunnerV1:
-    """Reads model runner V1, whose rows move from step to step.
+class _Runner:
+    """What is read of a model runner.
 
     Args:
         runner: vLLM's `GPUModelRunner`, whose KV cache is there.
@@ -61,6 +70,10 @@ class RunnerV1:
 
     def __init__(self, runner: Any, groups: Sequence[AttachedGroup]) -> None:
         self._runner, self._groups = runner, groups
+
+
+class RunnerV1(_Runner):
+    """Reads model runner V1, whose rows move from step to step."""
 
     @property
     def tables(self) -> dict[str, torch.Tensor]:
@@ -78,7 +91,7 @@ class RunnerV1:
         batch = runner.input_batch
         count, tokens = batch.num_reqs, scheduled.total_num_scheduled_tokens
         names = batch.req_ids[:count]
-        extend = _ones(count) if tokens == count else by_name(names, scheduled.num_scheduled_tokens)
+        extend = one_each(count) if tokens == count else by_name(names, scheduled.num_scheduled_tokens)
         return StepInputs(
             names=names,
             prefix=batch.num_computed_tokens_cpu[:count].astype(np.int64),
@@ -90,16 +103,8 @@ class RunnerV1:
         )
 
 
-class RunnerV2:
-    """Reads model runner V2, which gathers its tables in the order of the batch.
-
-    Args:
-        runner: vLLM's `GPUModelRunner`, whose KV cache is there.
-        groups: that are covered.
-    """
-
-    def __init__(self, runner: Any, groups: Sequence[AttachedGroup]) -> None:
-        self._runner, self._groups = runner, groups
+class RunnerV2(_Runner):
+    """Reads model runner V2, which gathers its tables in the order of the batch."""
 
     @property
     def tables(self) -> dict[str, torch.Tensor]:
@@ -117,7 +122,7 @@ class RunnerV2:
             ValueError: the batch has fewer tokens than were scheduled.
         """
         count, tokens = batch.num_reqs, batch.num_tokens
-        extend = _ones(count) if tokens == count else batch.num_scheduled_tokens.astype(np.int64)
+        extend = one_each(count) if tokens == count else batch.num_scheduled_tokens.astype(np.int64)
         if int(extend.sum()) != tokens:
             raise ValueError(f"kv-canary: vllm adapter: tokens must be {int(extend.sum())}, as scheduled, got {tokens}")
         slots = self._runner.block_tables.slot_mappings

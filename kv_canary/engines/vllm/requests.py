@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -20,7 +21,7 @@ from kv_canary.identity import identity_word
 from kv_canary.runtime.composition import Composition, Int64s
 from kv_canary.runtime.rows import OwnerNumbers
 
-_ROW, _OWNER, _IDENTITY = attrgetter("row"), attrgetter("owner"), attrgetter("identity")
+_ROW, _IDENTITY = attrgetter("row"), attrgetter("identity")
 
 
 class Member:
@@ -32,14 +33,35 @@ class Member:
         owner: its serial number.
         identity: int64 word of what else its KV depends on.
         text: int32 own tokens; while it has a row, they are there.
+        shown: tokens up to the end of its last image or sound, whose placeholders are told apart; 0 for none.
+        is_lost: whether something of its text has gone by.
     """
 
-    __slots__ = ("identity", "name", "owner", "row", "text")
+    __slots__ = ("identity", "is_lost", "name", "owner", "row", "shown", "text")
 
     def __init__(self, name: str, *, owner: int) -> None:
         self.name, self.owner = name, owner
-        self.row = self.identity = 0
-        self.text = np.zeros(0, np.int32)
+        self.row = self.identity = self.shown = 0
+        self.text, self.is_lost = np.zeros(0, np.int32), False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Composed:
+    """The requests of a step, and those of them that can be described.
+
+    Args:
+        rows: int64 of all of them; 0 where one is not known.
+        which: int64 places of those that can be described among them; None: all can.
+        names: of those, in order.
+        composition: of those.
+        serials: int64 of those, of the row's text: what is sampled for an earlier one is not this one's.
+    """
+
+    rows: Int64s
+    which: Int64s | None
+    names: list[str]
+    composition: Composition
+    serials: Int64s
 
 
 class Requests:
@@ -56,22 +78,28 @@ class Requests:
         self._free = list(range(num_rows - 1, 0, -1))
         # Memory that is never written is never there.
         self._texts = np.zeros((num_rows, max_len), np.int32)
-        # Of each row: known tokens; tokens up to the end of its last image; whose it is, 0 for nobody's.
-        self.lengths, self.shown, self._owner_of = (np.zeros(num_rows, np.int64) for _ in range(3))
-        # The last list of requests, and what was made of it.
+        # Of each row: known tokens; tokens up to the end of its last image; whose it is, 0 for nobody's; and the number
+        # of its text among all that were ever placed, 0 where it is lost.
+        self.lengths, self.shown, self._owner_of, self._serials = (np.zeros(num_rows, np.int64) for _ in range(4))
+        self._serial = 0
+        # The last list of requests, and what was made of it; None where that is another by now.
         self._names: list[str] = []
-        self._composition: Composition | None = None
-        # What was sampled and is not taken in yet: whose it is, and the lists of tokens.
+        self._composed: Composed | None = None
+        # What was sampled and is not taken in yet: rows, serials, and the lists of tokens.
         self._sampled: deque[tuple[Int64s, Int64s, Sequence[Sequence[int]]]] = deque()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._members
+    def find(self, name: str) -> Member | None:
+        """Return a request; None where it is not known."""
+        return self._members.get(name)
 
-    def __getitem__(self, name: str) -> Member:
-        return self._members[name]
-
-    def start(self, name: str, tokens: Sequence[int], *, identity: int) -> Member:
+    def start(self, name: str, tokens: Sequence[int], *, identity: int, shown: int = 0) -> Member:
         """Give a request a row; one that is known already goes on in its own, with these tokens.
+
+        Args:
+            name: of the request.
+            tokens: its own ones.
+            identity: word of what else its KV depends on.
+            shown: see `Member`.
 
         Raises:
             RuntimeError: there are more requests than rows.
@@ -79,7 +107,7 @@ class Requests:
         member = self._members.get(name)
         if member is None:
             member = self._members[name] = Member(name, owner=self.owners.new(name))
-        member.identity = to_signed(identity)
+        member.identity, member.shown, member.is_lost = to_signed(identity), shown, False
         self._place(member, np.asarray(tokens, np.int32))
         return member
 
@@ -91,7 +119,11 @@ class Requests:
             tokens: its own ones; None: those that it had.
         """
         member = self._members[name]
-        self._place(member, member.text if tokens is None else np.asarray(tokens, np.int32))
+        text = member.text if tokens is None else np.array(tokens, np.int32)
+        # The scheduler does not tell images apart.
+        text[: member.shown] = member.text[: member.shown]
+        member.is_lost &= tokens is None
+        self._place(member, text)
         return member
 
     def pause(self, name: str) -> Member | None:
@@ -105,8 +137,23 @@ class Requests:
     def let_go(self, member: Member) -> None:
         """Give the row of a request back that was paused or has ended."""
         self._free.append(member.row)
-        self._owner_of[member.row], member.row = 0, 0
-        self._names = []
+        self._owner_of[member.row], self._serials[member.row], member.row = 0, 0, 0
+        self._composed = None
+
+    def lose(self, names: Iterable[str]) -> None:
+        """Take in that some of what was sampled for requests has gone by: their own text is not known from here on."""
+        for name in names:
+            member = self._members.get(name)
+            if member is not None:
+                member.is_lost, self._serials[member.row] = True, 0
+        self._composed = None
+
+    def forget(self) -> None:
+        """Take in that nothing is known of any request."""
+        for name in list(self._members):
+            if (member := self.end(name)) is not None and member.row:
+                self.let_go(member)
+        self._composed = None
 
     def end(self, name: str) -> Member | None:
         """Forget a request. Return it, its row still in place, or None where it is not known."""
@@ -121,52 +168,58 @@ class Requests:
         """Return the owner number of the request of a row; 0 for nobody's."""
         return int(self._owner_of[row])
 
-    def compose(self, names: Sequence[str]) -> Composition:
-        """Return the composition of a step's requests, the same one for as long as the list is the same.
-
-        Raises:
-            KeyError: one of them was never started.
-        """
-        if self._composition is None or names != self._names:
-            members = list(map(self._members.__getitem__, names))
-            count = len(members)
-            self._names, self._composition = (
+    def compose(self, names: Sequence[str]) -> Composed:
+        """Return the requests of a step, the same for as long as the list is the same and all of them go on."""
+        if self._composed is None or names != self._names:
+            count = len(names)
+            found = list(map(self._members.get, names))
+            rows = np.array([0 if m is None else m.row for m in found], np.int64).reshape(count)
+            # Row 0 is nobody's, and has no text.
+            is_known = self._serials[rows] > 0
+            members = [m for m, known in zip(found, is_known.tolist(), strict=True) if m is not None and known]
+            mine = rows[is_known]
+            self._names, self._composed = (
                 list(names),
-                Composition(
-                    members,
-                    rows=np.fromiter(map(_ROW, members), np.int64, count),
-                    owners=np.fromiter(map(_OWNER, members), np.int64, count),
-                    identities=np.fromiter(map(_IDENTITY, members), np.int64, count),
-                    source=self,
+                Composed(
+                    rows=rows,
+                    which=None if is_known.all() else is_known.nonzero()[0],
+                    names=[m.name for m in members],
+                    composition=Composition(
+                        members,
+                        rows=mine,
+                        owners=self._owner_of[mine],
+                        identities=np.fromiter(map(_IDENTITY, members), np.int64, len(members)),
+                        source=self,
+                    ),
+                    serials=self._serials[mine],
                 ),
             )
-        return self._composition
+        return self._composed
 
-    def sampled(self, composition: Composition, names: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
+    def sampled(self, composed: Composed, names: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
         """Take in, from any thread, what was sampled for requests; it counts from the next `take` on.
 
         Args:
-            composition: of the step.
+            composed: of the step.
             names: whose tokens these are.
             tokens: of each, none to several.
         """
-        rows, owners = composition.rows, composition.owners
-        members = composition.members
-        if len(names) != len(members) or any(m.name != name for m, name in zip(members, names, strict=True)):
-            at = {m.name: i for i, m in enumerate(members)}
+        rows, serials = composed.composition.rows, composed.serials
+        if names != composed.names:
+            at = {name: i for i, name in enumerate(composed.names)}
             which = np.array([at[name] for name in names if name in at], np.int64)
             tokens = [t for name, t in zip(names, tokens, strict=True) if name in at]
-            rows, owners = rows[which], owners[which]
-        self._sampled.append((rows, owners, tokens))
+            rows, serials = rows[which], serials[which]
+        self._sampled.append((rows, serials, tokens))
 
     def take(self) -> None:
         """Append what was sampled to the requests' own tokens."""
         while self._sampled:
-            rows, owners, tokens = self._sampled.popleft()
+            rows, serials, tokens = self._sampled.popleft()
             counts = np.fromiter(map(len, tokens), np.int64, len(tokens))
             flat = np.fromiter(chain.from_iterable(tokens), np.int32, int(counts.sum()))
-            # Rows of requests that have ended may be others' by now.
-            goes_on = self._owner_of[rows] == owners
+            # Rows may have another text by now: another request's, or what the scheduler says of the same one.
+            goes_on = self._serials[rows] == serials
             if not goes_on.all():
                 flat = flat[np.repeat(goes_on, counts)]
                 rows, counts = rows[goes_on], counts[goes_on]
@@ -215,8 +268,9 @@ class Requests:
             member.row = self._free.pop()
         row, length = member.row, min(len(text), self._texts.shape[1])
         self._texts[row, :length] = text[:length]
-        self.lengths[row], self.shown[row], self._owner_of[row] = length, 0, member.owner
-        self._names = []
+        self._serial += 1
+        self.lengths[row], self.shown[row], self._owner_of[row] = length, member.shown, member.owner
+        self._serials[row], self._composed = 0 if member.is_lost else self._serial, None
 
     def _keep(self, member: Member) -> None:
         member.text = self._texts[member.row, : self.lengths[member.row]].copy()

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,12 @@ from kv_canary.engines.patches import Patches
 from kv_canary.engines.vllm import hooks, pools, support, told, writes
 from kv_canary.engines.vllm.blocks import Blocks, slots_of
 from kv_canary.engines.vllm.inputs import RunnerV1, RunnerV2, StepInputs, numbers
-from kv_canary.engines.vllm.requests import Member, Requests, identity_of, with_images
+from kv_canary.engines.vllm.requests import Composed, Member, Requests, identity_of, with_images
 from kv_canary.output import logger
 from kv_canary.reports import CanaryViolationError
 from kv_canary.runtime.batch import ForwardBatch
 from kv_canary.runtime.capacities import CanaryLimits
-from kv_canary.runtime.composition import BatchRequests, Composition
+from kv_canary.runtime.composition import BatchRequests, Composition, Int64s
 from kv_canary.runtime.forward import SingleForwardManager
 from kv_canary.runtime.guard import Contained
 from kv_canary.runtime.host import send
@@ -129,8 +129,18 @@ class Session:
         # What the scheduler says of the step under way, its requests, and the canary around its forward.
         self._scheduled: Any = None
         self._batch: Any = None
-        self._composition: Composition | None = None
+        self._composed: Composed | None = None
+        # Whether the forward under way is described with all of its tokens.
+        self._is_whole = True
+        # Whether something of what was sampled could not be taken in, by a thread of the engine's.
+        self._has_missed = False
+        # Whether the scheduler has told of salts.
+        self._is_told = False
+        # Requests that were left out of forwards.
+        self.left_out = 0
         self._watched: SingleForwardManager | None = None
+        # How many of each prefix's last tokens the step itself writes; None: none of any.
+        self._pending_tokens: Int64s | None = None
         # Whether something was launched since the last look at what was found.
         self._pending = False
         # Results that nobody else asks for on this rank, oldest first.
@@ -143,13 +153,13 @@ class Session:
                     self.groups,
                     settings.compilation_config.static_forward_context,
                     handed=self.manager.handed,
-                    is_followed=lambda: self._watched is not None,
+                    is_followed=lambda: self._watched is not None and self._is_whole,
                     patches=self._patches,
                     following=self._contain,
                 )
             self.manager.warm_up(self._reader.tables, is_given=True, has_table_rows=True)
         except BaseException:
-            self._patches.undo_all()
+            self._unhook()
             self.manager.close()
             raise
         logger.info(
@@ -178,6 +188,12 @@ class Session:
         if self._draft is not None:
             wrap(support.drafter(self.runner, is_v2=self._is_v2), "propose", self._propose)
 
+    def _unhook(self) -> None:
+        self._patches.undo_all()
+        if isinstance(connector := getattr(self.runner, "kv_connector", None), _Connector):
+            self.runner.kv_connector = connector.inner
+        vars(self.worker).pop("kv_canary_status", None)
+
     def _around_connector(self) -> None:
         """Stand in the place of runner V2's connector, which is called right before the model and behind it."""
         self.runner.kv_connector = _Connector(self.runner.kv_connector, self)
@@ -204,8 +220,9 @@ class Session:
     def _sample_tokens(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Called around `Worker.sample_tokens`."""
         result = original(*args, **kwargs)
-        with self._contain("taking in what was sampled"):
+        with self._contain("taking in what was sampled") as part:
             self._take_result(result)
+        self._has_missed |= part.failed
         self._follow_draft()
         return result
 
@@ -262,13 +279,10 @@ class Session:
             return
         watched = self._target
         with self._contain("following a forward") as part:
-            inputs = self._reader.read(scheduled, batch)
-            described, why = self._described(inputs)
-            if described is None:
-                watched.skip(self._slots_of(inputs, is_draft=False), why=why)
-                if self._draft is not None:
-                    self._draft.skip(self._slots_of(inputs, is_draft=True), why=why)
+            inputs = self._known(self._reader.read(scheduled, batch))
+            if inputs is None:
                 return
+            described = self._described(inputs)
             self._to_draft = self._to_be_drafted(described, inputs)
             try:
                 watched.begin(described)
@@ -279,6 +293,9 @@ class Session:
             self._watched = watched
         if part.failed:
             self._forget()
+            # What it samples is nobody's.
+            self._composed = None
+            self.requests.lose(scheduled.num_scheduled_tokens)
 
     def after(self) -> None:
         """Run TAIL, and end the forward."""
@@ -334,6 +351,7 @@ class Session:
             summary["status"] = CanaryStatus.DISABLED
         return {
             **summary,
+            "left_out": self.left_out,
             "off": self.off,
             "mode": self.manager.config.mode,
             "rank": self.worker.rank,
@@ -347,13 +365,11 @@ class Session:
         """Report what is left, and leave the worker as it was found; the second call does nothing."""
         _sessions.pop(id(self.worker), None)
         atexit.unregister(self.close)
-        self._patches.undo_all()
-        if isinstance(connector := getattr(self.runner, "kv_connector", None), _Connector):
-            self.runner.kv_connector = connector.inner
-        vars(self.worker).pop("kv_canary_status", None)
+        self._unhook()
         if not self.off:
             self.off = "closed"
             try:
+                self._both.close()
                 self.manager.flush()
             except CanaryViolationError as error:
                 logger.error("kv-canary: %s", error)
@@ -362,14 +378,6 @@ class Session:
 
     def _contain(self, part: str) -> Contained:
         return self.manager.guard.contain(part)
-
-    @contextlib.contextmanager
-    def _following(self, what: str) -> Iterator[None]:
-        """Contain the following of what becomes of slots: where that fails, no record can be relied on."""
-        with self._contain(f"following {what}") as part:
-            yield
-        if part.failed:
-            self._forget()
 
     def _forget(self) -> None:
         """Take in that nobody can say what any slot holds: all of them are taken in anew, as they are read."""
@@ -392,33 +400,50 @@ class Session:
 
     def _begin_step(self, scheduled: Any) -> None:
         """Take in what the scheduler says of a step: who has come and gone, and whose blocks are whose."""
-        self._composition = None
+        self._composed = None
         self._both.close()
         if self.off:
             return
         self._scheduled = scheduled
-        with self._contain("taking in what was sampled"):
+        with self._contain("taking in what was sampled") as part:
             self._read_results()
             self.requests.take()
-        with self._following("the scheduler's step"):
+        with self._contain("following the scheduler's step") as step:
             self._blocks.begin_step()
             for name in scheduled.finished_req_ids:
                 self._leave(self.requests.end(name), is_over=True)
             for name in scheduled.preempted_req_ids or ():
                 self._leave(self.requests.pause(name), is_over=False)
-            told_salts = told.salts(scheduled) or {}
+            salts = self._salts(scheduled)
             for new in scheduled.scheduled_new_reqs:
-                self._admit(new, salt=told_salts.get(new.req_id))
+                self._admit(new, salt=salts.get(new.req_id))
             self._go_on(scheduled.scheduled_cached_reqs)
             self._hand_out(scheduled.kv_cache_block_copies or ())
+        if step.failed or part.failed or self._has_missed:
+            # Who is running has text or blocks that nobody knows, and is left out until it ends.
+            self._has_missed = False
+            self.requests.forget()
+            self._blocks.forget()
+            self._forget()
         if self._draft is not None and scheduled.total_num_scheduled_tokens:
             self._both.enter_context(self.manager.one_step())
+
+    def _salts(self, scheduled: Any) -> Mapping[str, str]:
+        """Return the cache salts of the requests that are new in a step.
+
+        Raises:
+            RuntimeError: a scheduler that has told of salts tells no more: KV of requests with one would be others'.
+        """
+        found = told.salts(scheduled)
+        if found is None and self._is_told:
+            raise RuntimeError("kv-canary: vllm adapter: salts must be told at every step, got none")
+        self._is_told |= found is not None
+        return found or {}
 
     def _admit(self, new: Any, *, salt: str | None) -> None:
         tokens = new.prompt_token_ids if new.prefill_token_ids is None else new.prefill_token_ids
         tokens, shown = with_images(tokens, new.mm_features)
-        member = self.requests.start(new.req_id, tokens, identity=identity_of(new, salt=salt))
-        self.requests.shown[member.row] = shown
+        member = self.requests.start(new.req_id, tokens, identity=identity_of(new, salt=salt), shown=shown)
         self._blocks.admit(member.row, new.block_ids, new.num_computed_tokens)
 
     def _go_on(self, cached: Any) -> None:
@@ -427,12 +452,15 @@ class Session:
         for i, blocks in enumerate(cached.new_block_ids):
             if blocks is None and not resumed:
                 continue
+            member = self.requests.find(names[i])
+            if member is None:
+                # Of one that was lost track of.
+                continue
             if names[i] in resumed:
-                tokens = cached.all_token_ids.get(names[i])
-                member = self.requests.resume(names[i], tokens)
+                self.requests.resume(names[i], cached.all_token_ids.get(names[i]))
                 self._blocks.admit(member.row, blocks, cached.num_computed_tokens[i])
             elif blocks is not None:
-                self._blocks.append(self.requests[names[i]].row, blocks)
+                self._blocks.append(member.row, blocks)
 
     def _leave(self, member: Member | None, *, is_over: bool) -> None:
         """Take in that a request has given its blocks back, for good or for a while."""
@@ -463,38 +491,58 @@ class Session:
                 )
                 self.manager.move(group.group.pool, src, dst, owner=0)
 
-    def _described(self, inputs: StepInputs) -> tuple[ForwardBatch | None, str]:
-        """Return what can be said of a forward; None, and why, where that is nothing."""
-        try:
-            composition = self.requests.compose(inputs.names)
-        except KeyError as error:
-            return None, f"a request that the scheduler has not named ({error})"
-        rows, prefix = composition.rows, inputs.prefix
-        if not rows.all():
-            return None, "a request that has no blocks"
-        if (self.requests.lengths[rows] < prefix).any():
-            return None, "the newest tokens are not known yet"
-        self._composition = composition
+    def _known(self, inputs: StepInputs) -> StepInputs | None:
+        """Return the inputs of the requests that can be described; None where there are none.
+
+        The others go by unwatched, and what they write counts as unverified.
+        """
+        composed = self.requests.compose(inputs.names)
+        short = (self.requests.lengths[composed.rows] < inputs.prefix).nonzero()[0]
+        if len(short):
+            self.requests.lose(inputs.names[i] for i in short.tolist())
+            composed = self.requests.compose(inputs.names)
+        pending = self._blocks.pending(composed.rows, inputs.prefix, inputs.extend)
+        self._composed, self._pending_tokens, self._is_whole = composed, pending, composed.which is None
+        if composed.which is None:
+            return inputs
+        others = np.setdiff1d(numbers(len(inputs.names)), composed.which)
+        self.left_out += len(others)
+        why = "what some requests have sampled, or their blocks, could not be followed"
+        if not len(composed.which):
+            self._target.skip(self._slots_of(inputs, is_draft=False), why=why)
+            if self._draft is not None:
+                self._draft.skip(self._slots_of(inputs, is_draft=True), why=why)
+            return None
+        unwatched = inputs.only(others).out_slots
+        for group in self.groups:
+            self.manager.unverify(group.group.pool, unwatched[group.group.name])
+        if pending is not None:
+            self._pending_tokens = pending[composed.which]
+        return inputs.only(composed.which)
+
+    def _described(self, inputs: StepInputs) -> ForwardBatch:
+        """Return a forward of requests that are known."""
+        composed, prefix, pending = self._composed, inputs.prefix, self._pending_tokens
+        if composed is None:
+            raise RuntimeError("kv-canary: vllm adapter: requests must be composed, got none")
+        rows = composed.composition.rows
         requests = BatchRequests(
-            composition,
+            composed.composition,
             prefix=prefix,
             extend=inputs.extend,
-            pending=self._blocks.pending(rows, prefix, inputs.extend),
+            pending=pending if pending is not None and pending.any() else None,
             newest=self.requests.newest_of(rows, prefix),
-            table_rows=numbers(len(rows)),
+            table_rows=numbers(len(rows)) if composed.which is None else composed.which,
             drafts=bool(self._scheduled.scheduled_spec_decode_tokens),
         )
         self._blocks.ends[rows] = requests.ends
-        return (
-            ForwardBatch(
-                requests=requests,
-                input_ids=self._input_ids(inputs, composition),
-                positions=inputs.positions,
-                out_slots=self._slots_of(inputs, is_draft=False),
-                tables={g.group.name: self._reader.tables[g.group.name] for g in self.groups if not g.is_draft},
-                lengths=inputs.lengths,
-            ),
-            "",
+        return ForwardBatch(
+            requests=requests,
+            input_ids=self._input_ids(inputs, composed.composition),
+            positions=inputs.positions,
+            out_slots=self._slots_of(inputs, is_draft=False),
+            tables={g.group.name: self._reader.tables[g.group.name] for g in self.groups if not g.is_draft},
+            lengths=inputs.lengths,
         )
 
     def _slots_of(self, inputs: StepInputs, *, is_draft: bool) -> dict[str, torch.Tensor]:
@@ -505,13 +553,15 @@ class Session:
         """Return what a draft model is about to write behind a forward; its tensors may be others' by then."""
         if self._draft is None or described.input_ids is None or described.positions is None:
             return None
-        tables = self._reader.tables
+        lengths, tables = described.lengths, self._reader.tables
         return ForwardBatch(
             requests=described.requests,
             input_ids=described.input_ids.clone(),
             positions=described.positions.clone(),
             out_slots={name: slots.clone() for name, slots in self._slots_of(inputs, is_draft=True).items()},
             tables={g.group.name: tables[g.group.name] for g in self.groups if g.is_draft},
+            # Kernels are compiled for batches that say them.
+            lengths=None if lengths is None else lengths.clone(),
         )
 
     def _input_ids(self, inputs: StepInputs, composition: Composition) -> torch.Tensor:
@@ -529,11 +579,11 @@ class Session:
 
     def _take_result(self, result: Any) -> None:
         """Take in what a step has sampled, now or once somebody has waited for it."""
-        composition = self._composition
-        if composition is None or result is None:
+        composed = self._composed
+        if composed is None or result is None:
             return
         if not hasattr(result, "get_output"):
-            self._take_output(composition, result)
+            self._take_output(composed, result)
             return
         original, taken = result.get_output, threading.Event()
 
@@ -543,7 +593,7 @@ class Session:
                 taken.set()
                 # In a thread of the engine's: the guard's clock is not for that.
                 try:
-                    self._take_output(composition, output)
+                    self._take_output(composed, output)
                 except Exception as error:
                     self.manager.guard.failed("taking in what was sampled", error)
             return output
@@ -553,9 +603,13 @@ class Session:
         else:
             result.get_output = get_output
 
-    def _take_output(self, composition: Composition, output: Any) -> None:
-        if output.sampled_token_ids:
-            self.requests.sampled(composition, output.req_ids, output.sampled_token_ids)
+    def _take_output(self, composed: Composed, output: Any) -> None:
+        try:
+            if output.sampled_token_ids:
+                self.requests.sampled(composed, output.req_ids, output.sampled_token_ids)
+        except Exception:
+            self._has_missed = True
+            raise
 
     def _read_results(self) -> None:
         """Ask for results that nobody else asks for on this rank; that of the step under way is not there yet."""
