@@ -61,8 +61,8 @@ class ModelInputs:
         out_slots: [tokens] per group name.
         rows, lengths: [requests], the row of each request and its length with the new tokens, as the attention backend
             is given them; None: not checked. Lengths may be given alone.
-        stays: whether all of it lies there at every forward: then it is read in place, and not copied. Tensors that are
-            not int64 are copied all the same. To be made once, and given at every forward.
+        stays: whether all of it lies there at every forward: then launches read it in place, but for tensors of int32,
+            which they copy; out_slots of int32 are copied before. To be made once, and given at every forward.
     """
 
     input_ids: torch.Tensor
@@ -81,8 +81,9 @@ class ModelInputs:
 
     @functools.cached_property
     def is_in_place(self) -> bool:
-        """Whether launches can read all of it where it is."""
-        return self.stays and all(t.dtype == torch.int64 and t.is_contiguous() for t in self.flat.values())
+        """Whether launches can read, or copy, all of it where it is."""
+        is_wide = all(slots.dtype == torch.int64 for slots in self.out_slots.values())
+        return self.stays and is_wide and all(t.is_contiguous() for t in self.flat.values())
 
     @functools.cached_property
     def addresses(self) -> tuple[int, ...]:

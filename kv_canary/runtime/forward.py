@@ -20,7 +20,7 @@ from kv_canary.runtime.composition import BatchRequests, ForwardRequest, Int64s
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.device_state import MOST_REPLAYED
 from kv_canary.runtime.drain import Sheet
-from kv_canary.runtime.host import front
+from kv_canary.runtime.host import copy_all, copy_front, front
 from kv_canary.runtime.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, Shape
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.repetition import Repetition
@@ -458,7 +458,7 @@ class SingleForwardManager:
         if not self._is_late:
             self._take_inputs(batch)
         if expected is not None:
-            _copy(self._inputs.known, expected)
+            copy_front(self._inputs.known, expected)
         for launches in self._launches:
             name = launches.group.name
             if captured is None:
@@ -612,6 +612,7 @@ class SingleForwardManager:
             launches.head(self._shape)
 
     def _launch_tail(self) -> None:
+        self._inputs.widen(self._shape)
         for launches in self._launches:
             launches.write(self._shape)
         try:
@@ -787,7 +788,7 @@ class SingleForwardManager:
         if source.lengths is not None:
             pairs.append((inputs.given_lens, source.lengths))
             pairs.append((inputs.given_rows, inputs.rows if source.rows is None else source.rows))
-        _copy_all(pairs)
+        copy_all(pairs)
 
     def _slots_of(self, launches: GroupLaunches) -> torch.Tensor:
         """Return the slots that a forward that is given up may have written."""
@@ -819,7 +820,7 @@ class SingleForwardManager:
     def _copy_inputs(self, input_ids: torch.Tensor | None, positions: torch.Tensor | None) -> None:
         for buffer, tensor in ((self._inputs.input_ids, input_ids), (self._inputs.positions, positions)):
             if tensor is not None:
-                _copy(buffer[: self._new_tokens], tensor)
+                copy_front(buffer[: self._new_tokens], tensor)
 
     def _advance_scratch(self) -> None:
         """Let the tails of the requests go on over what this forward wrote, for the next one inside the step."""
@@ -958,23 +959,3 @@ def _are_different(numbers: Int64s) -> bool:
     """Whether no number comes twice."""
     ordered = np.sort(numbers)
     return not np.logical_or.reduce(ordered[1:] == ordered[:-1])
-
-
-def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second of each pair into the front of the first, as `_copy`, by one launch where both are on a GPU."""
-    buffers, tensors = list[torch.Tensor](), list[torch.Tensor]()
-    for buffer, tensor in pairs:
-        if tensor.device != buffer.device or not tensor.is_cuda:
-            _copy(buffer, tensor)
-            continue
-        n = min(buffer.shape[0], tensor.shape[0])
-        buffers.append(front(buffer, n))
-        tensors.append(front(tensor, n))
-    if buffers:
-        torch._foreach_copy_(buffers, tensors)
-
-
-def _copy(buffer: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy `tensor` into the front of `buffer` as far as it fits, without waiting for the device."""
-    n = min(tensor.shape[0], buffer.shape[0])
-    front(buffer, n).copy_(front(tensor, n), non_blocking=True)

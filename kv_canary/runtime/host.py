@@ -154,3 +154,23 @@ def let_go(*tensors: torch.Tensor) -> None:
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def copy_front(buffer: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy `tensor` into the front of `buffer` as far as it fits, without waiting for the device."""
+    n = min(tensor.shape[0], buffer.shape[0])
+    front(buffer, n).copy_(front(tensor, n), non_blocking=True)
+
+
+def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second of each pair into the front of the first, by one launch where both are on a GPU."""
+    buffers, tensors = list[torch.Tensor](), list[torch.Tensor]()
+    for buffer, tensor in pairs:
+        if tensor.device != buffer.device or not tensor.is_cuda:
+            copy_front(buffer, tensor)
+            continue
+        n = min(buffer.shape[0], tensor.shape[0])
+        buffers.append(front(buffer, n))
+        tensors.append(front(tensor, n))
+    if buffers:
+        torch._foreach_copy_(buffers, tensors)

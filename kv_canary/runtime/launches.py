@@ -15,7 +15,7 @@ from kv_canary.runtime.batch import ModelInputs, VerifiedEntries
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.device_state import MOST_REPLAYED
 from kv_canary.runtime.handed import HandedOver
-from kv_canary.runtime.host import Mailbox, Numbers, let_go
+from kv_canary.runtime.host import Mailbox, Numbers, copy_all, front, let_go
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.replays import layout_of
 from kv_canary.runtime.seals import seal_written
@@ -96,7 +96,7 @@ class ForwardInputs:
         advance: flat tokens, offsets, rows and starts of `Shape.advances`.
         input_ids, positions: int64 [max_tokens] that the model is given.
         given_rows, given_lens: int64 [max_requests] likewise.
-        in_place: what TAIL reads instead of copies; None: the copies.
+        in_place: what TAIL reads instead of copies, where it is int64; None: the copies.
         known, expected: int64 [max_tokens] that it should be given: what is known of it, -1 elsewhere; and all of it.
     """
 
@@ -189,11 +189,51 @@ class ForwardInputs:
         if self.arriving is not None:
             torch.ne(self.lengths.prefix, self.arriving.prefix, out=self.is_pending[:n])
 
+    @property
+    def of_model(self) -> _OfModel:
+        """What TAIL reads of what the model is given."""
+        own = _OfModel(self.input_ids, self.positions, self.given_rows, self.given_lens)
+        if self.in_place is None:
+            return own
+        pairs = zip(own, _OfModel.of(self.in_place), strict=True)
+        return _OfModel(*(copied if _is_narrow(given) else given for copied, given in pairs))
+
+    def widen(self, shape: Shape) -> None:
+        """Copy what TAIL would read in place and is not int64."""
+        if self.in_place is None:
+            return
+        counts = shape.tokens, shape.tokens, shape.requests, shape.requests
+        own = self.input_ids, self.positions, self.given_rows, self.given_lens
+        copy_all(
+            [
+                (front(buffer, count), tensor)
+                for buffer, tensor, count in zip(own, _OfModel.of(self.in_place), counts, strict=True)
+                if tensor is not None and _is_narrow(tensor)
+            ]
+        )
+
     def complete_expected(self, tokens: int) -> None:
         """Set what the model should be given: what nobody knows is as it is."""
         unknown, ids, known = self._unknown[:tokens], self.input_ids[:tokens], self.known[:tokens]
         torch.lt(known, 0, out=unknown)
         torch.where(unknown, ids, known, out=self.expected[:tokens])
+
+
+class _OfModel(NamedTuple):
+    """What the model is given of tokens, and of requests."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    rows: torch.Tensor | None
+    lengths: torch.Tensor | None
+
+    @classmethod
+    def of(cls, given: ModelInputs) -> _OfModel:
+        return cls(given.input_ids, given.positions, given.rows, given.lengths)
+
+
+def _is_narrow(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.dtype != torch.int64
 
 
 class _Places(NamedTuple):
@@ -495,16 +535,11 @@ class GroupLaunches:
         tag = self.group.tail_tag if at_tail else self.group.head_tag
         # Tensors of the model's may be shorter than a rounded shape, and hold all tokens.
         t = min(shape.tokens, len(self.out_slots))
-        input_ids, positions = inputs.input_ids, inputs.positions
-        rows: torch.Tensor | None = inputs.given_rows
-        lens: torch.Tensor | None = inputs.given_lens
-        if inputs.in_place is not None:
-            input_ids, positions = inputs.in_place.input_ids, inputs.in_place.positions
-            rows, lens = inputs.in_place.rows, inputs.in_place.lengths
-            if rows is None and lens is not None:
-                # Nobody says them.
-                known = min(len(inputs.rows), len(lens))
-                rows, lens = inputs.rows[:known], lens[:known]
+        input_ids, positions, rows, lens = inputs.of_model
+        if rows is None and lens is not None:
+            # Nobody says them.
+            known = min(len(inputs.rows), len(lens))
+            rows, lens = inputs.rows[:known], lens[:known]
         is_given = shape.is_given and at_tail and self._checks_given
         ops.write(
             write_plan=self.write_plan.first(shape.requests),

