@@ -195,8 +195,13 @@ class ForwardInputs:
         own = _OfModel(self.input_ids, self.positions, self.given_rows, self.given_lens)
         if self.in_place is None:
             return own
-        pairs = zip(own, _OfModel.of(self.in_place), strict=True)
-        return _OfModel(*(copied if _is_narrow(given) else given for copied, given in pairs))
+        given = _OfModel.of(self.in_place)
+        return _OfModel(
+            own.input_ids if _is_narrow(given.input_ids) else given.input_ids,
+            own.positions if _is_narrow(given.positions) else given.positions,
+            own.rows if _is_narrow(given.rows) else given.rows,
+            own.lengths if _is_narrow(given.lengths) else given.lengths,
+        )
 
     def widen(self, shape: Shape) -> None:
         """Copy what TAIL would read in place and is not int64."""

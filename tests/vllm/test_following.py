@@ -293,13 +293,15 @@ def test_some_requests_of_a_step_and_their_tokens() -> None:
         ),
     )
     assert whole.input_ids.tolist() == [0, 1, 2, 3, 4, 5]
-    assert whole.lengths is not None and whole.lengths.tolist() == [6, 3, 9]
+    assert whole.lengths is not None
+    assert whole.lengths.tolist() == [6, 3, 9]
     some = whole.only(int64s(0, 2))
     assert (some.names, some.prefix.tolist(), some.extend.tolist()) == (["a", "c"], [5, 7], [1, 2])
     assert some.input_ids.tolist() == [0, 4, 5]
     assert some.positions.tolist() == [10, 14, 15]
     assert some.out_slots(["g0"])["g0"].tolist() == [20, 24, 25]
-    assert some.lengths is not None and some.lengths.tolist() == [6, 9]
+    assert some.lengths is not None
+    assert some.lengths.tolist() == [6, 9]
     others = whole.with_input_ids(torch.arange(6) + 50)
     assert others.input_ids.tolist() == [50, 51, 52, 53, 54, 55]
     # What is copied does not lie there at the next forward.

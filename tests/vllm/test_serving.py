@@ -113,7 +113,6 @@ def serve(model: str, life: Life, canary: Mapping[str, str] | None) -> tuple[dic
 @pytest.mark.parametrize("name", LIVES)
 def test_a_healthy_life_is_silent_and_generates_the_same(model: Model, name: str, monkeypatch) -> None:
     from kv_canary.engines.vllm.blocks import Blocks
-
     from kv_canary.runtime.forward import SingleForwardManager
 
     life, pending, find = LIVES[name], [0], Blocks.pending
