@@ -12,8 +12,12 @@ from typing import Any
 
 import torch
 
-# What a scheduler calls of a canary's; none of these calls another one.
+# What an engine calls of a canary's; none of these calls another one.
 _HOST = (
+    "kv_canary.engines.vllm.session:Session._begin_step",
+    "kv_canary.engines.vllm.session:Session.before",
+    "kv_canary.engines.vllm.session:Session.after",
+    "kv_canary.engines.vllm.session:Session._take_output",
     "kv_canary.engines.sglang.session:Session.note",
     "kv_canary.engines.sglang.session:Session._before",
     "kv_canary.engines.sglang.session:Session._after",
@@ -29,11 +33,14 @@ class Clock:
 
     Args:
         events: whether CUDA events are recorded around what launches, which takes time of its own.
+
+    Attributes:
+        ns, calls: nanoseconds in them so far, and how many there were.
     """
 
     def __init__(self, *, events: bool) -> None:
         self._undo: list[Callable[[], None]] = []
-        self._ns = 0
+        self.ns = self.calls = 0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         for place in _HOST:
             module, _, path = place.partition(":")
@@ -52,7 +59,7 @@ class Clock:
         """Take the clock away, and return microseconds a step: `host_us`, and `stream_us` where there were events."""
         for undo in self._undo:
             undo()
-        found = {"host_us": self._ns / 1000 / max(steps, 1)}
+        found = {"host_us": self.ns / 1000 / max(steps, 1)}
         if self._events:
             torch.cuda.synchronize()
             found["stream_us"] = sum(a.elapsed_time(b) for a, b in self._events) * 1000 / max(steps, 1)
@@ -68,7 +75,8 @@ class Clock:
             try:
                 return original(*args, **kwargs)
             finally:
-                self._ns += time.perf_counter_ns() - began
+                self.ns += time.perf_counter_ns() - began
+                self.calls += 1
                 if events:
                     end.record()
                     self._events.append((start, end))

@@ -96,6 +96,11 @@ KINDS = {
         sources=("kernels", "kv_canary/specs"),
         command="kv-canary difftest sanitize --json FILE",
     ),
+    "adapters_host": Evidence(
+        files=("adapters_host.json",),
+        sources=(*VLLM, "kv_canary/engines/sglang", "bench/adapters.py"),
+        command="python -P -m kv_canary.bench.adapters --engine ENGINE --json FILE, in the environment of each engine",
+    ),
     "engine_cost": Evidence(
         files=("h200_engine_cost.json",),
         sources=(*SGLANG, "bench/serving"),

@@ -170,18 +170,20 @@ class BatchRequests(Sequence[ForwardRequest]):
         self.previous: BatchRequests | None = None
 
     def following(self, newest: Int64s) -> BatchRequests:
-        """Return the same requests in the next decode step, one token longer each.
+        """Return the same requests in the next decode step, one token longer each, in the same rows of the tables.
 
         Args:
             newest: int64 [requests] own token before each of their prefixes.
 
         Raises:
-            ValueError: these do not write one token each, in rows of the tables that are their own.
+            ValueError: these do not write one token each.
         """
         count = len(self.rows)
-        if self.num_tokens != count or self.pending is not None or self.table_rows is not None:
+        if self.num_tokens != count or self.pending is not None:
             raise ValueError("kv-canary: requests: following must be asked of a decode step, got another")
-        following = BatchRequests(self.composition, prefix=self.ends, extend=self.extend, newest=newest)
+        following = BatchRequests(
+            self.composition, prefix=self.ends, extend=self.extend, newest=newest, table_rows=self.table_rows
+        )
         following._num_tokens, following._num_cached = count, self.num_cached + count
         following._longest, following.previous = self.longest + 1, self
         # Else each would keep all before it.

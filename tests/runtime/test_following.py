@@ -81,9 +81,13 @@ def test_steps_that_follow_each_other_do_not_keep_all_before_them() -> None:
     assert last.prefix.tolist() == [24]
 
 
-@pytest.mark.parametrize(
-    "change", [{"extend": [1, 2]}, {"pending": [0, 1]}, {"table_rows": [0, 1]}], ids=lambda change: next(iter(change))
-)
+def test_what_follows_is_in_the_same_rows_of_the_tables() -> None:
+    composition, at, places = composed(3, 5), np.array([7, 20]), np.array([1, 0])
+    first = BatchRequests(composition, prefix=at, extend=np.ones_like(at), newest=at, table_rows=places)
+    assert first.following(np.array([70, 200])).table_rows is places
+
+
+@pytest.mark.parametrize("change", [{"extend": [1, 2]}, {"pending": [0, 1]}], ids=lambda change: next(iter(change)))
 def test_what_is_no_decode_step_is_not_followed(change: dict[str, list[int]]) -> None:
     arrays = {name: np.array(values, np.int64) for name, values in change.items()}
     requests = BatchRequests(composed(1, 2), **({"prefix": np.array([3, 3]), "extend": np.array([1, 1])} | arrays))

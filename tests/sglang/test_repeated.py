@@ -11,43 +11,14 @@ pytest.importorskip("sglang")
 
 import torch
 
+from kv_canary.difftest.stress.sglang.replayed import Graphs
 from kv_canary.engines.sglang import graphs, session
-from kv_canary.runtime.batch import ModelInputs
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.forward import SingleForwardManager
 from kv_canary.runtime.replays import Replays
 
 from . import engine
 from .test_given import build, shorten, spoil, swap_rows, tokens
-
-
-class Graphs(graphs.Graphs):
-    """Every decode is the replay of a graph, whose tensors are filled before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._batch: Any = None
-        self._tensors = {n: torch.zeros(64, dtype=torch.int64) for n in ("ids", "at", "slots", "rows", "lens")}
-        self._given: ModelInputs | None = None
-
-    def may_replay(self, runner: Any, forward_batch: Any) -> bool:
-        self._batch = forward_batch
-        return bool(forward_batch.forward_mode.is_decode())
-
-    def inputs_of(self, runner: Any, result: Any, groups: Any, *, count: int) -> ModelInputs | None:
-        batch = self._batch
-        if not batch.forward_mode.is_decode():
-            return None
-        values = (batch.input_ids, batch.positions, batch.out_cache_loc, batch.req_pool_indices, batch.seq_lens)
-        for tensor, value in zip(self._tensors.values(), values, strict=True):
-            tensor.zero_()[: len(value)] = value
-        if self._given is None:
-            ids, at, slots, rows, lens = self._tensors.values()
-            out_slots = {g.name: slots for g in groups}
-            self._given = ModelInputs(
-                input_ids=ids, positions=at, out_slots=out_slots, rows=rows, lengths=lens, stays=True
-            )
-        return self._given
 
 
 @pytest.fixture(params=[False, True], ids=["as it is", "rounded"])

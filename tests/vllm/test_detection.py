@@ -95,7 +95,7 @@ def test_a_life_of_the_churn_is_clean_and_its_settings_come_of_its_seed(tmp_path
     assert drawn == [Settings.drawn(seed, runners=("V1",)) for seed in range(40)]
     assert {(s.kind, s.asynchronous) for s in drawn} >= {("llama", True), ("mistral", False), ("gemma3", True)}
     assert {s.drafts for s in drawn} == {"none", "ngram", "model", "eagle"}
-    assert not any(s.asynchronous and s.drafts != "none" for s in drawn)
+    assert {s.drafts for s in drawn if s.asynchronous} == {"none", "model", "eagle"}
     # Behind an engine with n-grams vLLM's next ones in its process generate other text, with a canary or without.
     seed = next(s.seed for s in drawn if s.drafts == "ngram")
     [(settings, lived)] = lives([seed], steps=12, runners=("V1",), models=tmp_path)

@@ -62,11 +62,17 @@ LIVES = {
     "V1, three groups over one memory": Life(kind="gemma3", arguments=WIDE, preempted=False),
     "V1, asynchronous": Life(asynchronous=True, traffic={"sampling": stopped}, preempted=False),
     "V1, a draft model": Life(steps=25, drafter="draft_model", drafts=True, preempted=False),
+    "V1, asynchronous, a draft model": Life(
+        steps=25, drafter="draft_model", drafts=True, asynchronous=True, traffic={"sampling": stopped}, preempted=False
+    ),
     # A block is only hit where the one behind it was written too.
     "V1, EAGLE": Life(steps=25, drafter="eagle", drafts=True, preempted=False, pending=False),
     "V2": Life(runner="V2", steps=40),
     "V2, what it is given": Life(runner="V2", steps=25, inputs=True, preempted=False),
     "V2, a draft model": Life(runner="V2", steps=8, drafter="draft_model", drafts=True, preempted=False),
+    "V2, asynchronous, EAGLE": Life(
+        runner="V2", steps=8, drafter="eagle", drafts=True, asynchronous=True, preempted=False, pending=False
+    ),
     "V2, windows": Life(kind="mistral", runner="V2", steps=20, preempted=False),
     "V2, three groups over one memory": Life(kind="gemma3", runner="V2", steps=25, arguments=WIDE, preempted=False),
     "V2, asynchronous": Life(runner="V2", steps=25, asynchronous=True, traffic={"sampling": stopped}, preempted=False),

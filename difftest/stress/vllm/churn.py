@@ -73,7 +73,7 @@ class Settings:
         rng = random.Random(seed)
         kind, runner = rng.choice(["llama", "llama", "mistral", "gemma3"]), rng.choice(runners)
         drafts = rng.choice(["none", "none", "model", "ngram", "eagle"]) if kind == "llama" else "none"
-        # Runner V2 has no proposer of n-grams on a CPU; a host that runs ahead does not know what drafts come to.
+        # Runner V2 has no proposer of n-grams on a CPU.
         drafts = "none" if drafts == "ngram" and runner == "V2" else drafts
         canary = {"check_inputs": rng.choice("01"), "seals": rng.choice(["off", "off", "layer", "model"])}
         canary |= {"check_writes": "1"} if canary["seals"] != "off" and kind == "llama" and rng.random() < 0.3 else {}
@@ -81,7 +81,8 @@ class Settings:
             seed=seed,
             kind=kind,
             runner=runner,
-            asynchronous=drafts == "none" and rng.random() < 0.4,
+            # n-grams are looked up on the host, which has to have the tokens.
+            asynchronous=drafts != "ngram" and rng.random() < 0.4,
             drafts=drafts,
             caches=rng.random() < 0.85,
             sampled=rng.random() < 0.4,

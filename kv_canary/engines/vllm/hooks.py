@@ -23,7 +23,7 @@ _SCHEDULES = ("vllm.v1.core.sched.scheduler", "Scheduler", "schedule")
 WORKER = ("execute_model", "sample_tokens", "shutdown", "sleep", "wake_up")
 RUNNERS = {
     False: ("_model_forward", "input_batch", "input_ids", "positions", "seq_lens", "kv_cache_config", "max_num_tokens"),
-    True: ("kv_connector", "prepare_attn", "block_tables", "kv_cache_config", "max_num_tokens"),
+    True: ("kv_connector", "prepare_attn", "block_tables", "input_buffers", "kv_cache_config", "max_num_tokens"),
 }
 
 

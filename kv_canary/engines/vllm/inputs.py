@@ -113,7 +113,8 @@ class RunnerV1(_Runner):
             scheduled: vLLM's `SchedulerOutput`.
         """
         batch = self._runner.input_batch
-        count, names = batch.num_reqs, batch.req_ids[: batch.num_reqs]
+        count, names = batch.num_reqs, batch.req_ids
+        names = names if len(names) == count else names[:count]
         is_decode = scheduled.total_num_scheduled_tokens == count
         return StepInputs(
             names=names,

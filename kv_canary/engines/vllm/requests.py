@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,16 @@ class Composed:
     serials: Int64s
 
 
+class _Sampled(NamedTuple):
+    """What was sampled in a step, and for which rows of which texts; `counts` None: one token each."""
+
+    composed: Composed
+    rows: Int64s
+    serials: Int64s
+    flat: npt.NDArray[np.int32]
+    counts: Int64s | None
+
+
 class Requests:
     """The requests that a worker knows of.
 
@@ -82,11 +92,15 @@ class Requests:
         # of its text among all that were ever placed, 0 where it is lost.
         self.lengths, self.shown, self._owner_of, self._serials = (np.zeros(num_rows, np.int64) for _ in range(4))
         self._serial = 0
+        # Whether a request has ever had images.
+        self.has_shown = False
         # The last list of requests, and what was made of it; None where that is another by now.
         self._names: list[str] = []
         self._composed: Composed | None = None
-        # What was sampled and is not taken in yet: rows, serials, and the lists of tokens.
-        self._sampled: deque[tuple[Int64s, Int64s, Sequence[Sequence[int]]]] = deque()
+        # No row has more known tokens.
+        self._longest = 0
+        # What was sampled and is not taken in yet.
+        self._sampled: deque[_Sampled] = deque()
 
     def find(self, name: str) -> Member | None:
         """Return a request; None where it is not known."""
@@ -108,6 +122,7 @@ class Requests:
         if member is None:
             member = self._members[name] = Member(name, owner=self.owners.new(name))
         member.identity, member.shown, member.is_lost = to_signed(identity), shown, False
+        self.has_shown |= shown > 0
         self._place(member, np.asarray(tokens, np.int32))
         return member
 
@@ -210,25 +225,36 @@ class Requests:
             which = np.array([at[name] for name in names if name in at], np.int64)
             tokens = [t for name, t in zip(names, tokens, strict=True) if name in at]
             rows, serials = rows[which], serials[which]
-        self._sampled.append((rows, serials, tokens))
+        flat = np.fromiter(chain.from_iterable(tokens), np.int32)
+        counts = None
+        if len(flat) != len(tokens) or max(map(len, tokens), default=1) != 1:
+            counts = np.fromiter(map(len, tokens), np.int64, len(tokens))
+        self._sampled.append(_Sampled(composed, rows, serials, flat, counts))
 
     def take(self) -> None:
         """Append what was sampled to the requests' own tokens."""
         while self._sampled:
-            rows, serials, tokens = self._sampled.popleft()
-            counts = np.fromiter(map(len, tokens), np.int64, len(tokens))
-            flat = np.fromiter(chain.from_iterable(tokens), np.int32, int(counts.sum()))
+            composed, rows, serials, flat, counts = self._sampled.popleft()
+            most = self._texts.shape[1]
             # Rows may have another text by now: another request's, or what the scheduler says of the same one.
-            goes_on = self._serials[rows] == serials
-            if not goes_on.all():
+            goes_on = None if composed is self._composed else self._serials[rows] == serials
+            if counts is None and self._longest < most and (goes_on is None or goes_on.all()):
+                lengths = self.lengths[rows]
+                self._texts[rows, lengths] = flat
+                self.lengths[rows] = lengths + 1
+                self._longest += 1
+                continue
+            counts = np.ones(len(flat), np.int64) if counts is None else counts
+            if goes_on is not None and not goes_on.all():
                 flat = flat[np.repeat(goes_on, counts)]
                 rows, counts = rows[goes_on], counts[goes_on]
-            lengths, most = self.lengths[rows], self._texts.shape[1]
+            lengths = self.lengths[rows]
             within = np.arange(len(flat)) - np.repeat(counts.cumsum() - counts, counts)
             at = np.repeat(lengths, counts) + within
             fits = at < most
             self._texts[np.repeat(rows, counts)[fits], at[fits]] = flat[fits]
             self.lengths[rows] = np.minimum(lengths + counts, most)
+            self._longest = int(self.lengths.max())
 
     # Answers for the canary, see `RequestSource`.
 
@@ -249,9 +275,14 @@ class Requests:
             return None
         return self.newest_of(rows, ends)
 
-    def newest_of(self, rows: Int64s, ends: Int64s) -> Int64s | None:
-        """Return the own token before each end of the requests of rows; None where one is not known."""
-        if not len(ends) or np.minimum.reduce(ends) < 1 or (self.lengths[rows] < ends).any():
+    def newest_of(self, rows: Int64s, ends: Int64s, *, are_known: bool = False) -> Int64s | None:
+        """Return the own token before each end of the requests of rows; None where one is not known.
+
+        Args:
+            rows, ends: int64 [requests].
+            are_known: whether none of the ends is past what is known.
+        """
+        if not len(ends) or np.minimum.reduce(ends) < 1 or not (are_known or (self.lengths[rows] >= ends).all()):
             return None
         found: npt.NDArray[np.int64] = self._texts[rows, ends - 1].astype(np.int64)
         return found
@@ -270,6 +301,7 @@ class Requests:
         self._texts[row, :length] = text[:length]
         self._serial += 1
         self.lengths[row], self.shown[row], self._owner_of[row] = length, member.shown, member.owner
+        self._longest = max(self._longest, length)
         self._serials[row], self._composed = 0 if member.is_lost else self._serial, None
 
     def _keep(self, member: Member) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress, count, repeat
 from operator import is_not
@@ -26,6 +25,7 @@ from kv_canary.engines.vllm import hooks, pools, support, told, writes
 from kv_canary.engines.vllm.blocks import Blocks, slots_of
 from kv_canary.engines.vllm.inputs import RunnerV1, RunnerV2, StepInputs, numbers
 from kv_canary.engines.vllm.requests import Composed, Member, Requests, identity_of, with_images
+from kv_canary.engines.vllm.results import Once
 from kv_canary.output import logger
 from kv_canary.reports import CanaryViolationError
 from kv_canary.runtime.batch import ForwardBatch, ModelInputs
@@ -136,6 +136,11 @@ class Session:
         self._is_whole = True
         # Whether something of what was sampled could not be taken in, by a thread of the engine's.
         self._has_missed = False
+        # Parts of every step. What is made in them is only read; what keeps tensors is a part of its own inside.
+        self._takes, self._begins, self._follows = (
+            self.manager.guard.contain(part, allocates=False)
+            for part in ("taking in what was sampled", "following the scheduler's step", "following a forward")
+        )
         # Whether the scheduler has told of salts.
         self._is_told = False
         # Requests that were left out of forwards.
@@ -143,13 +148,17 @@ class Session:
         self._watched: SingleForwardManager | None = None
         # What its model reads, where all of it lies there at every forward.
         self._given: ModelInputs | None = None
+        # The requests of the last forward.
+        self._last: BatchRequests | None = None
         # How many of each prefix's last tokens the step itself writes; None: none of any.
         self._pending_tokens: Int64s | None = None
         # Whether something was launched since the last look at what was found.
         self._pending = False
         # Results that nobody else asks for on this rank, oldest first.
-        self._unread: list[Callable[[], Any]] = []
+        self._unread: list[Once] = []
         self._reads = not support.is_output_rank(worker)
+        # Whether the host knows how long requests are only once it has the results of the step before.
+        self._waits = self._is_async and settings.speculative_config is not None
         try:
             self._hook()
             if config.check_writes:
@@ -282,7 +291,7 @@ class Session:
         if scheduled is None or self.off:
             return
         watched = self._target
-        with self._contain("following a forward") as part:
+        with self._follows as part:
             inputs = self._known(self._reader.read(scheduled, batch))
             if inputs is None:
                 return
@@ -411,10 +420,11 @@ class Session:
         if self.off:
             return
         self._scheduled = scheduled
-        with self._contain("taking in what was sampled") as part:
-            self._read_results()
+        with self._takes as part:
+            # That of the step under way is not there yet.
+            self._read_results(keep=1 if self._is_async else 0)
             self.requests.take()
-        with self._contain("following the scheduler's step") as step:
+        with self._begins as step:
             self._blocks.begin_step()
             for name in scheduled.finished_req_ids:
                 self._leave(self.requests.end(name), is_over=True)
@@ -456,6 +466,8 @@ class Session:
         """Take in the blocks of requests that go on."""
         resumed, names, new = cached.resumed_req_ids, cached.req_ids, cached.new_block_ids
         # Most have the blocks that they had.
+        if not resumed and new.count(None) == len(new):
+            return
         changed = range(len(new)) if resumed else compress(count(), map(is_not, new, repeat(None)))
         for i in changed:
             blocks = new[i]
@@ -503,6 +515,8 @@ class Session:
 
         The others go by unwatched, and what they write counts as unverified.
         """
+        if self._waits:
+            inputs = self._with_lengths(inputs)
         composed = self.requests.compose(inputs.names)
         short = (self.requests.lengths[composed.rows] < inputs.prefix).nonzero()[0]
         if len(short):
@@ -527,20 +541,38 @@ class Session:
             self._pending_tokens = pending[composed.which]
         return inputs.only(composed.which)
 
+    def _with_lengths(self, inputs: StepInputs) -> StepInputs:
+        """Return the inputs with prefixes as they are: the engine's host takes it that every draft was right.
+
+        Waits for the step before: the adapter holds own texts on the host, which know no more than its results.
+        """
+        self._read_results(keep=0)
+        self.requests.take()
+        lengths = self.requests.lengths[self.requests.compose(inputs.names).rows]
+        # The last token of a text has not been through the model yet.
+        return dataclasses.replace(inputs, prefix=np.minimum(inputs.prefix, np.maximum(lengths - 1, 0)))
+
     def _requests(self, inputs: StepInputs) -> BatchRequests:
         """Return the requests of a forward, all of which are known."""
         composed, prefix, pending = self._composed, inputs.prefix, self._pending_tokens
         if composed is None:
             raise RuntimeError("kv-canary: vllm adapter: requests must be composed, got none")
         rows = composed.composition.rows
-        requests = BatchRequests(
+        newest = self.requests.newest_of(rows, prefix, are_known=True)
+        drafts = bool(self._scheduled.scheduled_spec_decode_tokens)
+        requests, last = None, self._last
+        if last is not None and last.composition is composed.composition and newest is not None and not drafts:
+            one_each = len(last) == last.num_tokens and inputs.extend is last.extend
+            if one_each and last.pending is None and pending is None and np.array_equal(last.ends, prefix):
+                requests = last.following(newest)
+        self._last = requests = requests or BatchRequests(
             composed.composition,
             prefix=prefix,
             extend=inputs.extend,
             pending=pending if pending is not None and pending.any() else None,
-            newest=self.requests.newest_of(rows, prefix),
+            newest=newest,
             table_rows=numbers(len(rows)) if composed.which is None else composed.which,
-            drafts=bool(self._scheduled.scheduled_spec_decode_tokens),
+            drafts=drafts,
         )
         self._blocks.ends[rows] = requests.ends
         return requests
@@ -584,7 +616,7 @@ class Session:
 
     def _with_images(self, inputs: StepInputs) -> StepInputs:
         """Return the inputs, with placeholders of images told apart as in the requests' own tokens."""
-        if self._composed is None:
+        if self._composed is None or not self.requests.has_shown:
             return inputs
         composition, prefix = self._composed.composition, inputs.prefix
         ends = np.minimum(self.requests.shown[composition.rows], prefix + inputs.extend)
@@ -605,23 +637,26 @@ class Session:
         if not hasattr(result, "get_output"):
             self._take_output(composed, result)
             return
-        original, taken = result.get_output, threading.Event()
+        original = result.get_output
 
-        def get_output(*args: Any, **kwargs: Any) -> Any:
-            output = original(*args, **kwargs)
-            if not taken.is_set():
-                taken.set()
-                # In a thread of the engine's: the guard's clock is not for that.
-                try:
-                    self._take_output(composed, output)
-                except Exception as error:
-                    self.manager.guard.failed("taking in what was sampled", error)
+        def read() -> Any:
+            try:
+                output = original()
+            except BaseException:
+                self._has_missed = True
+                raise
+            # In a thread of the engine's, mostly: the guard's clock is not for that.
+            try:
+                self._take_output(composed, output)
+            except Exception as error:
+                self.manager.guard.failed("taking in what was sampled", error)
             return output
 
-        if self._reads:
-            self._unread.append(get_output)
-        else:
-            result.get_output = get_output
+        once = Once(read)
+        if self._reads or self._waits:
+            self._unread.append(once)
+        if not self._reads:
+            result.get_output = once
 
     def _take_output(self, composed: Composed, output: Any) -> None:
         try:
@@ -631,11 +666,10 @@ class Session:
             self._has_missed = True
             raise
 
-    def _read_results(self) -> None:
-        """Ask for results that nobody else asks for on this rank; that of the step under way is not there yet."""
-        keep = 1 if self._is_async else 0
+    def _read_results(self, *, keep: int) -> None:
+        """Ask for results that nobody else asks for on this rank, or not in time, but for the last `keep`."""
         while len(self._unread) > keep:
-            self._unread.pop(0)()
+            self._unread.pop(0).read()
 
 
 class _Connector:

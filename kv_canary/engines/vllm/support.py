@@ -43,9 +43,6 @@ def check(worker: Any) -> None:
             raise ValueError(must_be("vllm adapter", name, f"off ({reason})", "on"))
     if config.model_config.is_encoder_decoder:
         raise ValueError(must_be("vllm adapter", "model", "without a cross-attention cache", "an encoder-decoder"))
-    if config.speculative_config is not None and config.scheduler_config.async_scheduling:
-        expected = "off with speculation (the host does not know how long requests are): --no-async-scheduling"
-        raise ValueError(must_be("vllm adapter", "async_scheduling", expected, "on"))
 
 
 def _check_kind(worker: Any) -> None:
