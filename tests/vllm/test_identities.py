@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 
 from kv_canary.difftest.stress.vllm.engine import Engine, Runner
 
+from .models import picture, save_model_of_pictures
+
 Model = Callable[[str], str]
 PROMPT = list(range(40, 120))
 
@@ -88,4 +90,27 @@ def test_an_adapter_that_the_prefix_cache_forgets(
             engine.submit(f"again {n}", [*PROMPT[::-1], *PROMPT], new_tokens=4, lora=adapter)
             engine.run()
         assert {reason for reasons in found_in(engine) for reason in reasons} == {"CHAIN", "PREFIX"}
+        assert engine.session.manager.reports[0].request_id.startswith("again 1")
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_a_picture_that_the_prefix_cache_forgets(
+    tmp_path: Path, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.core import kv_cache_utils
+
+    folder = save_model_of_pictures(tmp_path / "blip")
+    with Engine(folder, runner=runner, canary={}, skip_tokenizer_init=False) as engine:
+        for n, seed in enumerate((1, 2, 1)):
+            engine.submit(f"r{n}", PROMPT, new_tokens=4, picture=picture(seed))
+            engine.run()
+        assert found_in(engine) == []
+        hit = engine.session.manager.summary().positions_verified
+        monkeypatch.setattr(kv_cache_utils, "_gen_mm_extra_hash_keys", lambda *args: ([], args[-1]))
+        for n, seed in enumerate((3, 4)):
+            engine.submit(f"again {n}", PROMPT, new_tokens=4, picture=picture(seed))
+            engine.run()
+        assert engine.session.manager.summary().positions_verified > hit > 64
+        # What stands where a picture does is told apart by the picture.
+        assert "TOKEN" in {reason for reasons in found_in(engine) for reason in reasons}
         assert engine.session.manager.reports[0].request_id.startswith("again 1")

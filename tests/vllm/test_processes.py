@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
-from kv_canary.difftest.stress.vllm.engine import BLOCK, LONGEST, VOCABULARY
+from kv_canary.difftest.stress.vllm.engine import BLOCK, LONGEST
+
+from .models import tokenizer
 
 Model = Callable[[str], str]
 # Seconds in which three processes import vLLM one after the other.
@@ -35,16 +37,6 @@ def free_ports(count: int) -> list[int]:
             continue
         return list(range(first, first + count))
     raise RuntimeError("no ports are free")
-
-
-def add_tokenizer(folder: str) -> None:
-    """Save a tokenizer of as many words as the model has tokens."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({f"t{n}": n for n in range(VOCABULARY)}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t1", eos_token="t2").save_pretrained(folder)
 
 
 class Server:
@@ -131,7 +123,7 @@ def server(model: Model, tmp_path: Path, request: pytest.FixtureRequest) -> Iter
     from kv_canary.difftest.stress.vllm.engine import save_model
 
     folder = save_model(tmp_path / "two heads", num_key_value_heads=2)
-    add_tokenizer(folder)
+    tokenizer().save_pretrained(folder)
     found = Server(folder, tmp_path / "log", VLLM_USE_V2_MODEL_RUNNER=request.param)
     try:
         found.wait()

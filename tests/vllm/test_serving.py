@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from kv_canary.difftest.stress.vllm.engine import Engine, Runner, Traffic, drafts_of
+from kv_canary.difftest.stress.vllm.engine import Engine, Runner, Traffic, drafts_of, save_model
+
+from .models import picture, save_model_of_pictures, tokenizer
 
 Model = Callable[[str], str]
 
@@ -163,3 +166,56 @@ def test_requests_of_one_token_are_held_against_their_seals_when_they_end(model:
         assert summary.violations == 0
         # Of requests of one token nobody ever reads what was written last: their ends are looked at all the same.
         assert summary.audits.completed >= 6
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_models_that_embed_are_watched_and_answer_the_same(tmp_path: Path, runner: Runner) -> None:
+    folder = save_model(tmp_path / "llama")
+    tokenizer().save_pretrained(folder)
+    draw = random.Random(1)
+    shared = [draw.randrange(3, 900) for _ in range(130)]
+    prompts = [
+        shared[: draw.choice([40, 70, 130])] + draw.sample(range(3, 900), draw.randrange(1, 60)) for _ in "x" * 12
+    ]
+    answers = []
+    for canary in (None, {"seals": "layer", "check_inputs": "1"}):
+        with Engine(folder, runner=runner, canary=canary, embeds=True, enable_prefix_caching=True) as engine:
+            for n, prompt in enumerate(prompts):
+                engine.submit(f"r{n}", prompt)
+            engine.run()
+            answers.append(engine.outputs)
+            if canary is not None:
+                assert_is_clean(engine, at_least=1000)
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 12
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_models_that_are_shown_pictures_are_watched_and_answer_the_same(tmp_path: Path, runner: Runner) -> None:
+    folder, text = save_model_of_pictures(tmp_path / "blip"), list(range(10, 70))
+    answers = []
+    for canary in (None, {"seals": "layer", "check_inputs": "1"}):
+        with Engine(folder, runner=runner, canary=canary, skip_tokenizer_init=False) as engine:
+            # The same text behind other pictures, and the same picture before other text: hits and none.
+            for n, (seed, end) in enumerate([(0, 35), (1, 60), (0, 60), (1, 40), (0, 60), (2, 60)]):
+                engine.submit(f"r{n}", text[:end], new_tokens=8, picture=picture(seed))
+                if n % 2:
+                    engine.run()
+            engine.submit("of text alone", text, new_tokens=8)
+            engine.run()
+            answers.append(engine.outputs)
+            if canary is not None:
+                assert_is_clean(engine, at_least=1000)
+    assert answers[0] == answers[1]
+    # Pictures count.
+    assert answers[0]["r1"] != answers[0]["r2"] == answers[0]["r4"] != answers[0]["r5"]
+
+
+def assert_is_clean(engine: Engine, *, at_least: int) -> None:
+    session = engine.session
+    session.manager.flush()
+    summary = session.manager.summary()
+    assert session.manager.guard.failures == {}
+    assert [report.sentence for report in session.manager.reports] == []
+    assert summary.skipped == summary.unverified == session.left_out == 0
+    assert summary.positions_verified == summary.positions_relied_on > at_least

@@ -111,6 +111,7 @@ class Engine:
         runner: of the model: "V1", or "V2" in Triton's interpreter.
         canary: settings of kv-canary, without their prefix; None: no canary.
         asynchronous: whether a step is prepared before the tokens of the step before it are known.
+        embeds: whether requests are answered with an embedding each, and no tokens; the model needs a tokenizer.
         arguments: of vLLM's `LLM`; they come before `ARGUMENTS`.
     """
 
@@ -121,12 +122,15 @@ class Engine:
         runner: Runner = "V1",
         canary: Mapping[str, str] | None = None,
         asynchronous: bool = False,
+        embeds: bool = False,
         **arguments: Any,
     ) -> None:
         settings = {f"{ENVIRONMENT}{name.upper()}": value for name, value in (canary or {}).items()}
         if canary is not None:
             settings = {f"{ENVIRONMENT}MODE": "log", **settings}
         settings |= {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "V2" else "0"}
+        if embeds:
+            arguments = {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False, **arguments}
         prepare()
         with _environment(settings), _asynchronous() if asynchronous else contextlib.nullcontext():
             from vllm import LLM
@@ -136,8 +140,8 @@ class Engine:
             # vLLM loads its plugins once a process, whatever the environment asks for later.
             plugin()
             self.llm: Any = LLM(model, **{**ARGUMENTS, **arguments})
-        self.outputs: dict[str, list[int]] = {}
-        self.steps = 0
+        self.outputs: dict[str, list[Any]] = {}
+        self.steps, self._embeds = 0, embeds
         self.has_canary = canary is not None
 
     @property
@@ -170,24 +174,35 @@ class Engine:
         count: int = self.llm.llm_engine.get_num_unfinished_requests()
         return count
 
-    def submit(self, name: str, prompt: Sequence[int], *, new_tokens: int, lora: Any = None, **sampling: Any) -> None:
-        """Queue a request that decodes greedily, end-of-text or not.
+    def submit(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        new_tokens: int = 0,
+        lora: Any = None,
+        picture: Any = None,
+        **sampling: Any,
+    ) -> None:
+        """Queue a request that decodes greedily, end-of-text or not, or that is embedded.
 
         Args:
             name: of the request, the first part of vLLM's own.
             prompt: token ids.
             new_tokens: to generate.
             lora: vLLM's `LoRARequest`.
+            picture: that the model is shown.
             sampling: further arguments of vLLM's `SamplingParams`, and `cache_salt`.
         """
-        from vllm import SamplingParams
+        from vllm import PoolingParams, SamplingParams
 
         text: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+        if picture is not None:
+            text["multi_modal_data"] = {"image": picture}
         if (salt := sampling.pop("cache_salt", None)) is not None:
             text["cache_salt"] = salt
-        params = SamplingParams(
-            **{"temperature": 0, "max_tokens": new_tokens, "detokenize": False, "ignore_eos": True, **sampling}
-        )
+        greedy = {"temperature": 0, "max_tokens": new_tokens, "detokenize": False, "ignore_eos": True}
+        params = PoolingParams(task="embed") if self._embeds else SamplingParams(**{**greedy, **sampling})
         self.llm.llm_engine.add_request(name, text, params, lora_request=lora)
 
     def abort(self, name: str) -> None:
@@ -197,7 +212,8 @@ class Engine:
     def step(self) -> None:
         """Run one step, and keep what it has generated in `outputs`."""
         for output in self.llm.llm_engine.step():
-            self.outputs[output.request_id] = list(output.outputs[0].token_ids)
+            answer = output.outputs.data.tolist() if self._embeds else list(output.outputs[0].token_ids)
+            self.outputs[output.request_id] = answer
         self.steps += 1
 
     def run(self, until: Callable[[], bool] = lambda: False, *, most: int = 2000) -> None:
