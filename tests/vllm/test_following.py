@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -306,6 +307,56 @@ def test_some_requests_of_a_step_and_their_tokens() -> None:
     assert others.input_ids.tolist() == [50, 51, 52, 53, 54, 55]
     # What is copied does not lie there at the next forward.
     assert (whole.given.stays, some.given.stays, others.given.stays) == (True, False, False)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_texts_are_what_was_sampled_however_it_came(seed: int) -> None:
+    """Against lists of tokens: the same requests step after step, and then others, and some with none or several."""
+    draw, requests = random.Random(seed), Requests(num_rows=9, max_len=90)
+    texts: dict[str, list[int]] = {}
+    late: list[tuple[kept.Composed, list[list[int]]]] = []
+    for step in range(150):
+        if (draw.random() < 0.1 and len(texts) < 6) or not texts:
+            name = f"r{step}"
+            texts[name] = [draw.randrange(1000) for _ in range(draw.randrange(1, 9))]
+            requests.start(name, texts[name], identity=0)
+        ended = [name for name in texts if draw.random() < 0.01 or len(texts[name]) > 80]
+        for name in ended:
+            member = requests.end(name)
+            assert member is not None
+            assert requests.tokens(member, 0, 99) == texts.pop(name)
+            requests.let_go(member)
+        if not texts:
+            continue
+        names = list(texts)
+        composed = requests.compose(names)
+        sampled = [[draw.randrange(1000)] for _ in names]
+        if draw.random() < 0.15:
+            sampled = [[draw.randrange(1000) for _ in range(draw.randrange(3))] for _ in names]
+        requests.sampled(composed, names, sampled)
+        late.append((composed, sampled))
+        if draw.random() < 0.8:
+            requests.take()
+            for then, tokens in late:
+                for name, new in zip(then.names, tokens, strict=True):
+                    # What was sampled for one that has ended meanwhile is nobody's.
+                    if name in texts:
+                        texts[name] = (texts[name] + new)[:90]
+            late.clear()
+            rows = requests.compose(names).rows
+            assert requests.known(rows).tolist() == [len(texts[name]) for name in names]
+        back = draw.randrange(3)
+        ends = np.array([len(texts[name]) - back for name in names], np.int64)
+        for at in (ends, np.array([draw.randrange(1, len(texts[name]) + 1) for name in names], np.int64)):
+            found = requests.newest_of(requests.compose(names).composition.rows, at)
+            assert (found is None) == bool((at < 1).any())
+            if found is not None:
+                assert found.tolist() == [texts[n][end - 1] for n, end in zip(names, at.tolist(), strict=True)]
+        name = draw.choice(names)
+        begin, end = sorted(draw.randrange(100) for _ in range(2))
+        member = requests.find(name)
+        assert member is not None
+        assert requests.tokens(member, begin, end) == texts[name][begin:end]
 
 
 def test_numbers_by_name() -> None:

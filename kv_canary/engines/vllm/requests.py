@@ -22,6 +22,8 @@ from kv_canary.runtime.composition import Composition, Int64s
 from kv_canary.runtime.rows import OwnerNumbers
 
 _ROW, _IDENTITY = attrgetter("row"), attrgetter("identity")
+# Steps that are kept out of the texts.
+_MOST_DECODED = 64
 
 
 class Member:
@@ -70,8 +72,22 @@ class _Sampled(NamedTuple):
     composed: Composed
     rows: Int64s
     serials: Int64s
-    flat: npt.NDArray[np.int32]
+    flat: Int64s
     counts: Int64s | None
+
+
+class _Decoded(NamedTuple):
+    """Tokens that the same requests have got, step by step, which are not in their texts yet.
+
+    Args:
+        rows: int64 [requests].
+        first: int64 [requests] where the first of them belongs in each text.
+        steps: int64 [requests] of each step.
+    """
+
+    rows: Int64s
+    first: Int64s
+    steps: list[Int64s]
 
 
 class Requests:
@@ -90,7 +106,7 @@ class Requests:
         self._texts = np.zeros((num_rows, max_len), np.int32)
         # Of each row: known tokens; tokens up to the end of its last image; whose it is, 0 for nobody's; and the number
         # of its text among all that were ever placed, 0 where it is lost.
-        self.lengths, self.shown, self._owner_of, self._serials = (np.zeros(num_rows, np.int64) for _ in range(4))
+        self._lengths, self.shown, self._owner_of, self._serials = (np.zeros(num_rows, np.int64) for _ in range(4))
         self._serial = 0
         # Whether a request has ever had images.
         self.has_shown = False
@@ -99,6 +115,8 @@ class Requests:
         self._composed: Composed | None = None
         # No row has more known tokens.
         self._longest = 0
+        # What a list of requests has decoded since it is this one: the texts are far apart in memory.
+        self._decoded: _Decoded | None = None
         # What was sampled and is not taken in yet.
         self._sampled: deque[_Sampled] = deque()
 
@@ -151,6 +169,7 @@ class Requests:
 
     def let_go(self, member: Member) -> None:
         """Give the row of a request back that was paused or has ended."""
+        self._settle()
         self._free.append(member.row)
         self._owner_of[member.row], self._serials[member.row], member.row = 0, 0, 0
         self._composed = None
@@ -192,12 +211,12 @@ class Requests:
             # Row 0 is nobody's, and has no text.
             is_known = self._serials[rows] > 0
             members = [m for m, known in zip(found, is_known.tolist(), strict=True) if m is not None and known]
-            mine = rows[is_known]
+            mine = rows if is_known.all() else rows[is_known]
             self._names, self._composed = (
                 list(names),
                 Composed(
                     rows=rows,
-                    which=None if is_known.all() else is_known.nonzero()[0],
+                    which=None if mine is rows else is_known.nonzero()[0],
                     names=[m.name for m in members],
                     composition=Composition(
                         members,
@@ -225,7 +244,7 @@ class Requests:
             which = np.array([at[name] for name in names if name in at], np.int64)
             tokens = [t for name, t in zip(names, tokens, strict=True) if name in at]
             rows, serials = rows[which], serials[which]
-        flat = np.fromiter(chain.from_iterable(tokens), np.int32)
+        flat = np.fromiter(chain.from_iterable(tokens), np.int64)
         counts = None
         if len(flat) != len(tokens) or max(map(len, tokens), default=1) != 1:
             counts = np.fromiter(map(len, tokens), np.int64, len(tokens))
@@ -239,22 +258,42 @@ class Requests:
             # Rows may have another text by now: another request's, or what the scheduler says of the same one.
             goes_on = None if composed is self._composed else self._serials[rows] == serials
             if counts is None and self._longest < most and (goes_on is None or goes_on.all()):
-                lengths = self.lengths[rows]
-                self._texts[rows, lengths] = flat
-                self.lengths[rows] = lengths + 1
+                decoded = self._decoded
+                if decoded is None or decoded.rows is not rows or len(decoded.steps) == _MOST_DECODED:
+                    self._settle()
+                    decoded = self._decoded = _Decoded(rows, self._lengths[rows], [])
+                decoded.steps.append(flat)
                 self._longest += 1
                 continue
+            self._settle()
             counts = np.ones(len(flat), np.int64) if counts is None else counts
             if goes_on is not None and not goes_on.all():
                 flat = flat[np.repeat(goes_on, counts)]
                 rows, counts = rows[goes_on], counts[goes_on]
-            lengths = self.lengths[rows]
+            lengths = self._lengths[rows]
             within = np.arange(len(flat)) - np.repeat(counts.cumsum() - counts, counts)
             at = np.repeat(lengths, counts) + within
             fits = at < most
             self._texts[np.repeat(rows, counts)[fits], at[fits]] = flat[fits]
-            self.lengths[rows] = np.minimum(lengths + counts, most)
-            self._longest = int(self.lengths.max())
+            self._lengths[rows] = np.minimum(lengths + counts, most)
+            self._longest = int(self._lengths.max())
+
+    def known(self, rows: Int64s) -> Int64s:
+        """Return how many tokens of the texts of rows are known, int64."""
+        decoded = self._decoded
+        if decoded is not None and decoded.rows is rows:
+            return decoded.first + len(decoded.steps)
+        self._settle()
+        return self._lengths[rows]
+
+    def _settle(self) -> None:
+        """Bring what was decoded into the texts."""
+        decoded, self._decoded = self._decoded, None
+        if decoded is None:
+            return
+        rows, first, count = decoded.rows, decoded.first, len(decoded.steps)
+        self._texts[rows[:, None], first[:, None] + np.arange(count)] = np.stack(decoded.steps, axis=1)
+        self._lengths[rows] = first + count
 
     # Answers for the canary, see `RequestSource`.
 
@@ -264,8 +303,12 @@ class Requests:
 
     def tokens(self, member: Member, start: int, end: int) -> Sequence[int]:
         """Return own tokens [start, end) of a request, as far as they are known."""
-        text = self._texts[member.row, : self.lengths[member.row]] if member.row else member.text
+        row, decoded = member.row, self._decoded
+        text = self._texts[row, : self._lengths[row]] if row else member.text
         found: list[int] = text[start:end].tolist()
+        if row and decoded is not None and len(at := (decoded.rows == row).nonzero()[0]):
+            n, first = int(at[0]), int(decoded.first[at[0]])
+            found += [int(step[n]) for step in decoded.steps[max(0, start - first) : max(0, end - first)]]
         return found
 
     def newest(self, members: Sequence[Member], ends: Int64s) -> Int64s | None:
@@ -282,9 +325,19 @@ class Requests:
             rows, ends: int64 [requests].
             are_known: whether none of the ends is past what is known.
         """
-        if not len(ends) or np.minimum.reduce(ends) < 1 or not (are_known or (self.lengths[rows] >= ends).all()):
+        if not len(ends) or np.minimum.reduce(ends) < 1 or not (are_known or (self.known(rows) >= ends).all()):
             return None
-        found: npt.NDArray[np.int64] = self._texts[rows, ends - 1].astype(np.int64)
+        decoded = self._decoded
+        if decoded is not None and decoded.rows is rows:
+            steps = ends - decoded.first
+            step = int(steps[0])
+            if 0 < step <= len(decoded.steps) and (steps == step).all():
+                return decoded.steps[step - 1]
+            if np.maximum.reduce(steps) > 0:
+                self._settle()
+        else:
+            self._settle()
+        found: Int64s = self._texts[rows, ends - 1].astype(np.int64)
         return found
 
     def discarded(self, member: Member, length: int) -> bool:
@@ -297,15 +350,17 @@ class Requests:
                 most = len(self._texts) - 1
                 raise RuntimeError(f"kv-canary: vllm adapter: requests must be at most {most}, got more")
             member.row = self._free.pop()
+        self._settle()
         row, length = member.row, min(len(text), self._texts.shape[1])
         self._texts[row, :length] = text[:length]
         self._serial += 1
-        self.lengths[row], self.shown[row], self._owner_of[row] = length, member.shown, member.owner
+        self._lengths[row], self.shown[row], self._owner_of[row] = length, member.shown, member.owner
         self._longest = max(self._longest, length)
         self._serials[row], self._composed = 0 if member.is_lost else self._serial, None
 
     def _keep(self, member: Member) -> None:
-        member.text = self._texts[member.row, : self.lengths[member.row]].copy()
+        self._settle()
+        member.text = self._texts[member.row, : self._lengths[member.row]].copy()
 
 
 def identity_of(new: Any, *, salt: str | None) -> int:

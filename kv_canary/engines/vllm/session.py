@@ -518,7 +518,7 @@ class Session:
         if self._waits:
             inputs = self._with_lengths(inputs)
         composed = self.requests.compose(inputs.names)
-        short = (self.requests.lengths[composed.rows] < inputs.prefix).nonzero()[0]
+        short = (self.requests.known(composed.rows) < inputs.prefix).nonzero()[0]
         if len(short):
             self.requests.lose(inputs.names[i] for i in short.tolist())
             composed = self.requests.compose(inputs.names)
@@ -548,7 +548,7 @@ class Session:
         """
         self._read_results(keep=0)
         self.requests.take()
-        lengths = self.requests.lengths[self.requests.compose(inputs.names).rows]
+        lengths = self.requests.known(self.requests.compose(inputs.names).rows)
         # The last token of a text has not been through the model yet.
         return dataclasses.replace(inputs, prefix=np.minimum(inputs.prefix, np.maximum(lengths - 1, 0)))
 
