@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,43 @@ from kv_canary.difftest.stress.vllm.faults import KNOWN, Fault, Setting, healthy
 from kv_canary.difftest.stress.vllm.page import page
 from kv_canary.reports.versions import installed
 
-# Of the canary: as it comes on a GPU, and with what only hunts for bugs want.
-SETTINGS: dict[Setting, dict[str, str]] = {
-    "plain": {"seals": "layer"},
-    "writes": {"seals": "layer", "check_writes": "1"},
-    "drafts": {"seals": "layer"},
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSetting:
+    """An engine, and its canary.
+
+    Args:
+        canary: the canary's settings.
+        layers: of the model.
+        has_drafts: whether there is a draft model.
+        asynchronous: see `Engine`.
+    """
+
+    canary: dict[str, str] = field(default_factory=lambda: {"seals": "layer"})
+    layers: int = 3
+    has_drafts: bool = False
+    asynchronous: bool = False
+
+    def save(self, models: Path) -> tuple[str, dict[str, Any]]:
+        """Save its models, unless they are there; return the model's folder, and vLLM's arguments for the other one."""
+        model = save_model(models / f"of {self.layers} layers", num_hidden_layers=self.layers)
+        return model, {"speculative_config": drafts_of("draft_model", model)} if self.has_drafts else {}
+
+    def engine(self, models: Path, *, runner: Runner, canary: dict[str, str] | None) -> Engine:
+        """Build it, with a canary or without."""
+        model, more = self.save(models)
+        # Where many layers are to fit.
+        more |= {"kv_cache_memory_bytes": self.layers << 22}
+        return Engine(model, runner=runner, canary=canary, asynchronous=self.asynchronous, **more)
+
+
+SETTINGS: dict[Setting, EngineSetting] = {
+    "plain": EngineSetting(),
+    "writes": EngineSetting(canary={"seals": "layer", "check_writes": "1"}),
+    "drafts": EngineSetting(has_drafts=True),
+    "ahead": EngineSetting(has_drafts=True, asynchronous=True),
+    "32 layers": EngineSetting(layers=32),
+    "80 layers": EngineSetting(layers=80),
 }
 # Seconds that a life may take.
 PATIENCE = 300
@@ -79,32 +111,33 @@ def campaign(
         RuntimeError: an engine could not be built.
     """
     with tempfile.TemporaryDirectory() as folder:
-        model = save_model(Path(folder) / "llama")
+        models = Path(folder)
         # Before there are processes that would make it at once.
-        drafts_of("draft_model", model)
-        live_all = functools.partial(_live_all, faults, seeds, model=model, tick=tick)
+        for fault in faults:
+            SETTINGS[fault.setting].save(models)
+        live_all = functools.partial(_live_all, faults, seeds, models=models, tick=tick)
         # Each waits for processes of its own.
         with ThreadPoolExecutor(len(runners)) as threads:
             return [row for rows in threads.map(live_all, runners) for row in rows]
 
 
 def _live_all(
-    faults: Sequence[Fault], seeds: Sequence[int], runner: Runner, *, model: str, tick: Callable[[str], None]
+    faults: Sequence[Fault], seeds: Sequence[int], runner: Runner, *, models: Path, tick: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Return the rows of one model runner."""
     seen: dict[tuple[bool, str, int], dict[str, Any]] = {}
-    for setting, canary in SETTINGS.items():
+    for setting, made in SETTINGS.items():
         names = [f.name for f in faults if f.setting == setting]
         plain = dict.fromkeys([*(healthy(f).name for f in faults if f.setting == setting), *names])
-        for settings, chosen in ((None, plain), (canary, names)):
+        for settings, chosen in ((None, plain), (made.canary, names)):
             lives = Lives(runner=runner, setting=setting, canary=settings, names=tuple(chosen), seeds=tuple(seeds))
-            for name, seed, one in run(lives, model=model):
+            for name, seed, one in run(lives, models=models):
                 seen[settings is not None, name, seed] = one
                 tick(name)
     return [_row(f, runner, seeds, seen) for f in faults]
 
 
-def run(lives: Lives, *, model: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
+def run(lives: Lives, *, models: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Live lives, each in a fork of one process that has built an engine; yield the fault's name, the seed, what came.
 
     Raises:
@@ -115,7 +148,7 @@ def run(lives: Lives, *, model: str) -> Iterator[tuple[str, int, dict[str, Any]]
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
-        process = context.Process(target=_serve, args=(lives, model, Path(log.name), theirs))
+        process = context.Process(target=_serve, args=(lives, models, Path(log.name), theirs))
         process.start()
         theirs.close()
         try:
@@ -130,7 +163,7 @@ def run(lives: Lives, *, model: str) -> Iterator[tuple[str, int, dict[str, Any]]
             process.join()
 
 
-def _serve(lives: Lives, model: str, log: Path, results: Connection) -> None:
+def _serve(lives: Lives, models: Path, log: Path, results: Connection) -> None:
     """Build the engine and live the lives, in a process of its own."""
     os.environ.update(ONE_THREAD)
     prepare()
@@ -141,8 +174,7 @@ def _serve(lives: Lives, model: str, log: Path, results: Connection) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faults = {f.name: f for f in KNOWN}
-    more: dict[str, Any] = {"speculative_config": drafts_of("draft_model", model)} if lives.setting == "drafts" else {}
-    engine = Engine(model, runner=lives.runner, canary=lives.canary, **more)
+    engine = SETTINGS[lives.setting].engine(models, runner=lives.runner, canary=lives.canary)
     for name in lives.names:
         for seed in lives.seeds:
             results.send(in_fork(functools.partial(_live, engine, faults[name], seed), patience=PATIENCE))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from kv_canary.engines.vllm.pools import AttachedGroup
 from kv_canary.specs.structures import KvSource
 
 Script = Literal["in use", "cached", "newcomer", "preempted"]
-Setting = Literal["plain", "writes", "drafts"]
+Setting = Literal["plain", "writes", "drafts", "ahead", "32 layers", "80 layers"]
 
 # The prompts of the victim and its neighbour, what they generate at least, and how much of that comes before a fault.
 PROMPT, GENERATED, DECODED = 100, 40, 8
@@ -84,11 +84,11 @@ class Act:
 
     Args:
         where: in words.
-        slots: that a report may be of.
+        slots: that a report may be of; it may grow for as long as damage is done.
     """
 
     where: str
-    slots: frozenset[int]
+    slots: Set[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,8 @@ class Fault:
         script: the traffic around it: the victim is decoding ("in use"), idle in the prefix cache ("cached"), decoding
             while requests come that take free blocks ("newcomer"), or back from being put off ("preempted").
         act: does it; None: nothing goes wrong.
-        setting: of the engine and the canary: as they come, with `check_writes`, or with a draft model.
+        setting: of the engine and the canary: as they come, with `check_writes`, with a draft model, with one and steps
+            that are prepared ahead, or with as many layers as large models have.
     """
 
     name: str
@@ -306,21 +307,20 @@ def _stale_row(scene: Scene) -> Act:
 def _wrong_slot(scene: Scene) -> Act:
     """Let the victim's next token be written into the neighbour's newest slot."""
     wrong = scene.others[(scene.length - 2) // BLOCK] * BLOCK + (scene.length - 2) % BLOCK
-    right = scene.blocks[scene.length // BLOCK] * BLOCK + scene.length % BLOCK
-    runner = scene.runner
-    state: dict[str, bool] = {}
+    runner, touched = scene.runner, {wrong}
 
-    def damage(names: Sequence[str], slots: torch.Tensor) -> None:
-        if not state:
-            state["done"] = True
-            slots[list(names).index(scene.victim)] = wrong
+    def damage(names: Sequence[str], starts: torch.Tensor, slots: torch.Tensor) -> None:
+        if len(touched) == 1:
+            place = int(starts[list(names).index(scene.victim)])
+            touched.add(int(slots[place]))
+            slots[place] = wrong
 
     if scene.is_v2:
         prepare = runner.prepare_attn
 
         def prepare_attn(batch: Any, *args: Any, **kwargs: Any) -> Any:
             found = prepare(batch, *args, **kwargs)
-            damage(batch.req_ids, runner.block_tables.slot_mappings[0])
+            damage(batch.req_ids, batch.query_start_loc, runner.block_tables.slot_mappings[0])
             return found
 
         runner.prepare_attn = prepare_attn
@@ -328,11 +328,12 @@ def _wrong_slot(scene: Scene) -> Act:
         forward = runner._model_forward
 
         def model_forward(*args: Any, **kwargs: Any) -> Any:
-            damage(runner.input_batch.req_ids, runner.input_batch.block_table[0].slot_mapping.gpu)
+            batch = runner.input_batch
+            damage(batch.req_ids, runner.query_start_loc.gpu, batch.block_table[0].slot_mapping.gpu)
             return forward(*args, **kwargs)
 
         runner._model_forward = model_forward
-    return Act(where=f"slot {wrong} for {right}", slots=frozenset({wrong, right}))
+    return Act(where=f"slot {wrong} for the victim's next", slots=touched)
 
 
 def _minus_one(scene: Scene) -> Act:
@@ -450,6 +451,12 @@ def _hash_collision(scene: Scene) -> Act:
     return Act(where=f"block {theirs.block_id} for {mine.block_id}", slots=_slots(mine.block_id, theirs.block_id))
 
 
+DEEP: tuple[Setting, ...] = ("32 layers", "80 layers")
+SCRIPTS_OF_BITS: tuple[tuple[Script, str], ...] = (
+    ("in use", "of a request that is decoding"),
+    ("cached", "of an idle prefix in the cache"),
+)
+
 _FAULTS = (
     Fault(
         name="bit, in use",
@@ -561,15 +568,50 @@ _DRAFTS = (
         setting="drafts",
     ),
 )
+_AHEAD = (
+    Fault(
+        name="drafted ahead: a drafter's layer, in use",
+        doc="a block is overwritten in a draft model's layer, while scheduling is asynchronous",
+        script="in use",
+        act=_drafters_page,
+        setting="ahead",
+    ),
+    Fault(
+        name="drafted ahead: blocks swapped",
+        doc="two entries of a request's block table are swapped, while drafts are scheduled asynchronously",
+        script="in use",
+        act=_swap_blocks,
+        setting="ahead",
+    ),
+    Fault(
+        name="drafted ahead: wrong slot_mapping entry",
+        doc="a token is written to a slot of another request, while drafts are scheduled asynchronously",
+        script="in use",
+        act=_wrong_slot,
+        setting="ahead",
+    ),
+)
+_DEEP: tuple[Fault, ...] = tuple(
+    Fault(
+        name=f"{layers}: bit, {script}",
+        doc=f"a random bit of K or V of any of {layers} changes, {of}",
+        script=script,
+        act=_any_bit,
+        setting=layers,
+    )
+    for layers in DEEP
+    for script, of in SCRIPTS_OF_BITS
+)
 
 
 def healthy(fault: Fault) -> Fault:
     """Return the same traffic in the same engine, in which nothing goes wrong."""
-    more = {"plain": "", "writes": ", writes checked", "drafts": ", with a draft model"}[fault.setting]
-    name = f"healthy, {fault.script}{more}"
+    more = {"plain": "", "writes": ", writes checked", "drafts": ", with a draft model", "ahead": ", drafted ahead"}
+    more |= {layers: f", {layers}" for layers in DEEP}
+    name = f"healthy, {fault.script}{more[fault.setting]}"
     return dataclasses.replace(fault, name=name, doc="nothing goes wrong", act=None)
 
 
-FAULTS = (*_FAULTS, *_DRAFTS)
+FAULTS = (*_FAULTS, *_DRAFTS, *_AHEAD, *_DEEP)
 HEALTHY = tuple({healthy(f).name: healthy(f) for f in FAULTS}.values())
 KNOWN = (*HEALTHY, *FAULTS)
