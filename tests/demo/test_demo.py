@@ -12,28 +12,46 @@ from rich.console import Console
 
 from kv_canary.cli import main
 from kv_canary.config import CanaryConfig
-from kv_canary.demo.faults import FAULTS
-from kv_canary.demo.models import tiny_model
+from kv_canary.demo.faults import FAULTS, Fault
+from kv_canary.demo.models import MODELS, tiny_model
 from kv_canary.demo.random_bits import BITS, RandomBits, flip_bits
-from kv_canary.demo.run import run_demo
+from kv_canary.demo.run import DEPTHS, run_demo
 from kv_canary.demo.serving import SHAPES
 from kv_canary.demo.traffic import conversations, python_text, trace_conversations
 
 
-def test_the_demo_passes_and_writes_its_facts(tmp_path: Path) -> None:
+@pytest.mark.every_day("llama", "gemma3")
+@pytest.mark.parametrize(
+    ("models", "faults", "depths"),
+    [
+        pytest.param(MODELS, FAULTS, DEPTHS, id="all"),
+        # Each fault in one of the models.
+        pytest.param(MODELS[:1], FAULTS[::2], DEPTHS, id="llama"),
+        pytest.param(MODELS[1:], FAULTS[1::2], (), id="gemma3"),
+    ],
+)
+def test_the_demo_passes_and_writes_its_facts(
+    models: tuple[str, ...],
+    faults: tuple[Fault, ...],
+    depths: tuple[int, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What is left out when nobody says otherwise: with "all" it is what the program does.
+    monkeypatch.setitem(run_demo.__kwdefaults__, "models", models)
+    monkeypatch.setitem(run_demo.__kwdefaults__, "faults", faults)
+    monkeypatch.setattr("kv_canary.demo.run.DEPTHS", depths)
     facts = tmp_path / "facts.json"
     result = CliRunner().invoke(main, ["demo", "--requests", "8", "--turns", "1", "--json", str(facts)])
     assert result.exit_code == 0, result.output
     data = json.loads(facts.read_text())
     assert {"engine", "backend", "clean", "faults"} <= set(data)
     assert data["clean"]["violations"] == 0
-    assert data["clean"]["requests"] == 16
-    assert data["clean"]["positions_verified"] > 10_000
-    assert [(f["name"], f["model"]) for f in data["faults"]] == [
-        (f.name, model) for model in ("llama", "gemma3") for f in FAULTS
-    ]
+    assert data["clean"]["requests"] == 8 * len(models)
+    assert data["clean"]["positions_verified"] > 5_000 * len(models)
+    assert [(f["name"], f["model"]) for f in data["faults"]] == [(f.name, m) for m in models for f in faults]
     assert all(f["found"] and f["steps_late"] == 0 and f["reasons"] and f["tag"] for f in data["faults"])
-    assert [b["layers"] for b in data["random_bits"]] == [4, 32]
+    assert [b["layers"] for b in data["random_bits"]] == list(depths)
     for bits in data["random_bits"]:
         assert 10 < bits["flipped"] <= BITS
         assert bits["found_by_seals"] + bits["gone"] == bits["flipped"]
@@ -43,6 +61,12 @@ def test_the_demo_passes_and_writes_its_facts(tmp_path: Path) -> None:
         assert bits["sampled"] < bits["flipped"] / 4
         assert bits["most_steps_to_seals"] <= 1
         assert bits["false_alarms"] == 0
+
+
+def test_the_demo_is_of_both_models_every_fault_and_both_depths() -> None:
+    defaults = run_demo.__kwdefaults__
+    assert (defaults["models"], defaults["faults"], defaults["depths"]) == (("llama", "gemma3"), FAULTS, (4, 32))
+    assert len({fault.name for fault in FAULTS}) == 9
 
 
 def test_random_bits_that_are_missed_or_reported_elsewhere_fail_the_demo() -> None:
