@@ -129,7 +129,8 @@ def test_every_byte_of_a_token_counts(backend: str, width: int) -> None:
     for byte in sorted({0, 1, 7, 8, width // 2, width - 9, width - 2, width - 1} & set(range(width))):
         token = pool.token(pool.endpoint.k_source, 0, 17)
         token[byte] ^= 0x80
-        assert pool.verify() == [(17, 0, int(kc.Reason.SEAL_K))], byte
+        # Those beside it too, and not all: where Triton is interpreted each takes long.
+        assert pool.verify([16, 17, 18]) == [(17, 0, int(kc.Reason.SEAL_K))], byte
         token[byte] ^= 0x80
     assert pool.verify() == []
 

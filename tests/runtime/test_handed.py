@@ -24,7 +24,7 @@ class Handing(Engine):
         spoil: called with what is about to be written, by half and layer, and the slots; changes what is.
     """
 
-    def __init__(self, *, num_slots: int = 256, groups: list[kc.BufferGroup] | None = None, **options: object) -> None:
+    def __init__(self, *, num_slots: int = 72, groups: list[kc.BufferGroup] | None = None, **options: object) -> None:
         settings = {"backend": "reference", "seals": "layer", "check_writes": True, "scrub_share": 0.0, **options}
         groups = groups or [kc.BufferGroup(name="full", pool=make_pool(num_slots, read_bytes=1))]
         super().__init__(groups, kc.CanaryConfig(**settings))  # type: ignore[arg-type]
@@ -141,10 +141,10 @@ def test_without_it_the_same_is_taken_for_right(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_healthy_forwards_are_silent_whatever_they_are_like(backend: str) -> None:
-    pool = make_pool(256, read_bytes=1)
+    pool = make_pool(72, read_bytes=1)
     groups = [
         kc.BufferGroup(name="full", pool=pool),
-        kc.BufferGroup(name="ring", pool=make_pool(256, name="ring", read_bytes=1), window=5, ring=True),
+        kc.BufferGroup(name="ring", pool=make_pool(72, name="ring", read_bytes=1), window=5, ring=True),
     ]
     engine = Handing(groups=groups, backend=backend)
     a, b = engine.add("a", 60), engine.add("b", 60)
