@@ -217,31 +217,32 @@ def test_nothing_is_injected_before_the_warm_up_is_over(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["req_to_token", "real_kv_used", "real_kv_post_forward", "next_token_swap"])
 def test_injections_come_so_often_and_so_many_times(mode: str) -> None:
     engine = perturbed("full", mode, perturb={"every": 3, "count": 4})
-    engine.decode(20)
+    engine.decode(14)
     assert [i.step for i in engine.injections] == [4, 7, 10, 13]
     endless = perturbed("full", mode, perturb={"every": 2, "count": 0})
-    endless.decode(20)
-    assert [i.step for i in endless.injections] == list(range(4, 23, 2))
+    endless.decode(8)
+    assert [i.step for i in endless.injections] == list(range(4, 11, 2))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_seed_decides_what_is_chosen(mode: str) -> None:
     def chosen(seed: int) -> list[str]:
         engine = perturbed("full", mode, perturb={"seed": seed, "count": 0})
-        engine.decode(8)
+        engine.decode(6)
         return [f"{i.slots} {i.where}" for i in engine.injections]
 
-    assert chosen(1) == chosen(1)
+    first = chosen(1)
+    assert chosen(1) == first != []
     if mode != "next_token_swap":
         # Of two requests there is one pair.
-        assert len({tuple(chosen(seed)) for seed in range(4)}) > 1
+        assert any(chosen(seed) != first for seed in (2, 3))
 
 
 @pytest.mark.parametrize("mode", ["req_to_token", "real_kv_used", "real_kv_post_forward", "next_token_swap"])
 def test_the_target_group_alone_is_chosen_and_any_without_one(mode: str) -> None:
     def groups(group: str) -> set[str]:
         engine = Perturbed("lut", PerturbConfig(mode=mode, group=group, warm_up=0, count=0))
-        engine.decode(20)
+        engine.decode(8)
         return {i.group for i in engine.injections}
 
     assert groups("full") == {"full"}

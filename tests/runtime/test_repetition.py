@@ -205,7 +205,7 @@ def life(engine: Decoder) -> None:
     """Serve requests that come and go, some of which grow alone."""
     engine.admit(text(10), text(1000))
     engine.prefill({1: 20, 2: 7})
-    engine.decode(9)
+    engine.decode(6)
     engine.admit(text(3000))
     engine.prefill({1: 1, 2: 1, 3: 30})
     engine.decode(6)
@@ -215,7 +215,7 @@ def life(engine: Decoder) -> None:
     engine.decode(4)
     engine.admit(text(5000))
     engine.prefill({1: 1, 3: 1, 2: 2})
-    engine.decode(12)
+    engine.decode(9)
 
 
 @pytest.fixture(params=[False, True], ids=["as it is", "rounded"])
@@ -303,7 +303,7 @@ def test_lists_that_change_at_every_other_step_are_repeated_too(rounds: bool, se
         draw = random.Random(seed)
         engine.admit(*(text(1000 * n) for n in range(1, 4)))
         engine.prefill({row: draw.randint(1, 9) for row in (1, 2, 3)})
-        for n in range(4, 40):
+        for n in range(4, 25):
             if len(engine.texts) == 4 or (len(engine.texts) > 1 and draw.random() < 0.4):
                 engine.finish(draw.choice(sorted(engine.texts)))
             else:

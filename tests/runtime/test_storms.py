@@ -24,7 +24,7 @@ from .engine import full_engine, make_pool
 from .test_events import events
 from .test_observers import Clock, flip
 
-REQUESTS, PREFIX = 20, 520
+REQUESTS, PREFIX, STEPS = 20, 520, 12
 
 
 def seconds_of(function: Callable[[], Any]) -> float:
@@ -106,10 +106,10 @@ def costs_of(kind: str, *, prefix: int) -> list[int]:
     costs: list[int] = []
     take = manager.accounts.take
     manager.accounts.take = lambda findings: costs.append(calls_of(lambda: take(findings)))  # type: ignore[method-assign]
-    for _ in range(24):
+    for _ in range(STEPS):
         step()
     manager.flush()
-    assert manager.summary().violations > 24 * REQUESTS * (prefix - 1)
+    assert manager.summary().violations > STEPS * REQUESTS * (prefix - 1)
     assert manager.incidents
     assert len(manager.reports) == 16 * len([cost for cost in costs if cost > 100]) or len(manager.reports) <= 1024
     return costs[1:]
