@@ -113,6 +113,13 @@ def test_what_a_launch_raises_comes_through() -> None:
             replays.run("a", fails)
 
 
+PAIRS = [
+    *((True, 3, "full"), (False, 1, "full")),
+    *((True, 1, "ring"), (False, 3, "ring")),
+    *((True, 3, "lut"), (False, 1, "lut")),
+]
+
+
 def with_graphs(engine: Engine) -> Recorder:
     """Let the engine's forward replay its launches as a GPU would: what was recorded, with the same tensors."""
     recorder = Recorder()
@@ -120,6 +127,10 @@ def with_graphs(engine: Engine) -> Recorder:
     return recorder
 
 
+@pytest.mark.every_day(
+    # Every value of each parameter with every value of each other one.
+    *(f"{faults}-{stride}-{layout}" for faults, stride, layout in PAIRS)
+)
 @pytest.mark.parametrize("layout", ["full", "ring", "lut"])
 @pytest.mark.parametrize("stride", [1, 3])
 @pytest.mark.parametrize("faults", [False, True])
