@@ -2,7 +2,8 @@
 
 A launch puts the interpreter's functions in the place of the language's, and takes them back when it is over; every
 call of a device function within it does the first again. Both look for what there is to replace, which takes longer
-than the kernels of most calls do, and find the same each time.
+than the kernels of most calls do, and find the same each time. Every value that a kernel computes gets a type, whose
+shape is checked, wrapped and written out again; there are few shapes, and what comes of one is kept.
 """
 
 from __future__ import annotations
@@ -70,3 +71,67 @@ def quicken() -> None:
             raise interpreter.InterpreterError(repr(error)) from error
 
     interpreter.InterpretedFunction.__call__ = call
+    _keep_shapes(tl.core)
+    _keep_dtypes(interpreter)
+
+
+def _keep_shapes(core: Any) -> None:
+    """Let types of blocks and values take over what was made of their shape the first time."""
+    make_type, make_value = core.block_type.__init__, core.tensor.__init__
+    of_types: dict[tuple[int, ...] | None, tuple[Any, Any, str]] = {}
+    of_values: dict[tuple[int, ...] | None, tuple[Any, Any]] = {}
+
+    def sizes_of(shape: Any) -> tuple[int, ...] | None:
+        sizes = [size.value if isinstance(size, core.constexpr) else size for size in shape]
+        # What is equal to an integer and none is for Triton to judge.
+        return tuple(sizes) if {type(size) for size in sizes} <= {int} else None
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = sizes_of(shape) if isinstance(shape, list | core.tuple) else None
+        if sizes in of_types:
+            self.element_ty = element_ty
+            self.shape, self.numel, text = of_types[sizes]
+            self.name = f"<{text}, {element_ty}>"
+        else:
+            make_type(self, element_ty, shape)
+            if sizes is not None:
+                of_types[sizes] = self.shape, self.numel, str(self.shape)
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        sizes = sizes_of(type.shape) if type.is_block() else ()
+        if sizes in of_values:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = of_values[sizes]
+        else:
+            make_value(self, handle, type)
+            if sizes is not None:
+                of_values[sizes] = self.shape, self.numel
+
+    # The first ones are made as ever, the second ones of what was kept; they must have the same in them.
+    types = [vars(core.block_type(core.int32, [4, 2]))]
+    values = [vars(core.tensor(None, of)) for of in (core.block_type(core.int32, [4, 2]), core.int64)]
+    for _ in range(2):
+        made = core.block_type.__new__(core.block_type)
+        block_type(made, core.int32, [4, 2])
+        types.append(vars(made))
+        for of in (made, core.int64):
+            value = core.tensor.__new__(core.tensor)
+            tensor(value, None, of)
+            values.append(vars(value))
+    if types[0] == types[1] == types[2] and values[:2] == values[2:4] == values[4:]:
+        core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+
+
+def _keep_dtypes(interpreter: Any) -> None:
+    """Let NumPy's type for one of Triton's be looked up among all of them once."""
+    look_up, known = interpreter._get_np_dtype, {}
+
+    def np_dtype(of: Any) -> Any:
+        scalar = of.scalar
+        # A pointer's name does not say all of it.
+        name = "pointer" if scalar.is_ptr() else scalar.name
+        if name not in known:
+            known[name] = look_up(of)
+        return known[name]
+
+    interpreter._get_np_dtype = np_dtype
