@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,11 +29,11 @@ def examples_of(op: str) -> int:
 
 
 @pytest.mark.parametrize("op", all_specs())
-def test_backends_agree(op: str, device: torch.device) -> None:
+def test_backends_agree(op: str, device: torch.device, quick_cases: Callable[[str], Any]) -> None:
     spec = get_spec(op)
 
     @settings(max_examples=examples_of(op))
-    @given(case=cases(op))
+    @given(case=quick_cases(op))
     def agree(case: dict[str, Any]) -> None:
         check_case(spec, case, device=device)
 

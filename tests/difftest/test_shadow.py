@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from kv_canary.cases.casefile import load
 from kv_canary.cases.comparison import Mismatch
 from kv_canary.difftest.memory import guarded
 from kv_canary.difftest.runner import check_case
-from kv_canary.difftest.strategies import cases
 from kv_canary.specs import all_specs, get_spec
 
 
@@ -55,11 +54,13 @@ def _broken_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("op", all_specs())
-def test_serves_what_triton_gives_and_finds_nothing(op: str, device: torch.device) -> None:
+def test_serves_what_triton_gives_and_finds_nothing(
+    op: str, device: torch.device, quick_cases: Callable[[str], Any]
+) -> None:
     spec = get_spec(op)
 
     @settings(max_examples=min(10, max(1, settings.default.max_examples // 6)))
-    @given(case=cases(op))
+    @given(case=quick_cases(op))
     def agree(case: dict[str, Any]) -> None:
         bound = spec.bind(case)
         left = []
