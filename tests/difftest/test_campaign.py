@@ -244,9 +244,11 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     assert sum(bool(line.strip()) for line in EXAMPLE.read_text().splitlines()) < 60
 
 
-def test_a_run_without_a_case_of_some_target_is_inconclusive(tmp_path: Path) -> None:
-    done = difftest("fuzz", "--minutes", "0.0001", "--jobs", "1", folder=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
+def test_a_run_without_a_case_of_some_target_is_inconclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    done = CliRunner().invoke(main, ["difftest", "fuzz", "--minutes", "0.0001", "--jobs", "1"])
+    assert done.exit_code == 2, done.output
     assert re.search(r"inconclusive: no case was run of .*verify", " ".join(done.stdout.split()))
 
 
