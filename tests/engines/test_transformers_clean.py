@@ -179,6 +179,7 @@ def test_checking_everything_is_clean(monkeypatch: pytest.MonkeyPatch, kind: str
     assert happened.forwards >= 32
 
 
+@pytest.mark.every_day("llama")
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_asynchronous_batching_is_clean(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     allow_async_batching(monkeypatch)
