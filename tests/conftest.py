@@ -28,6 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
         torch.set_num_threads(1)
+    # What collecting imports stays, so that there is no garbage to look for meanwhile.
+    gc.disable()
     settings.register_profile(
         "kv-canary",
         max_examples=config.getoption("--examples"),
@@ -58,6 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Let the garbage collector leave alone what is there for good, which are some million objects of libraries."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
