@@ -479,6 +479,22 @@ def _vllm(found: Results, _: Sequence[str]) -> str:
     return f"{_table(head, table)}\n\n{_source(found, 'vllm_churn.json', 'vllm_detection.json')}"
 
 
+def _adapters_host(found: Results, _: Sequence[str]) -> str:
+    rows = [
+        [
+            row["engine"],
+            "the same requests" if row["batch"] == "decode" else "one ends and another comes every other step",
+            row["requests"],
+            f"{row['host_us']:.0f}",
+            f"{row['p90_us']:.0f}",
+            f"{row['repeated']:.0%}",
+        ]
+        for row in load("adapters_host.json")["rows"]
+    ]
+    head = ["adapter", "batch", "requests", "median, us", "p90, us", "decodes that repeat the one before"]
+    return f"{_table(head, rows)}\n\n{_source(found, 'adapters_host.json')}"
+
+
 def _all(found: Results, _: Sequence[str]) -> str:
     rows = [[f"`{r.name}`", r.note or "of this code", r.commit, f"`{KINDS[r.kind].command}`"] for r in found.values()]
     return _table(["result", "is", "measured at", "made anew by"], rows)
@@ -509,6 +525,7 @@ BLOCKS: dict[str, Callable[[Results, Sequence[str]], str]] = {
     "difftest": _difftest,
     "engines": _engines,
     "vllm": _vllm,
+    "adapters_host": _adapters_host,
     "all": _all,
     "modules": _modules,
 }
