@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kv_canary.difftest.stress.vllm.engine import Engine, Runner
+from kv_canary.difftest.stress.vllm.engine import Engine, Runner, drafts_of
 
 Model = Callable[[str], str]
 # So many that every request is handed out another block on the way.
@@ -75,15 +75,17 @@ def test_a_canary_that_fails_everywhere_changes_nothing(
         assert after.violations == 0
 
 
-@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize(("runner", "drafted"), [("V1", False), ("V2", False), ("V1", True)])
 def test_one_failure_in_the_midst_of_requests_makes_no_false_alarm(
-    model: Model, without: dict[str, list[int]], runner: Runner, monkeypatch: pytest.MonkeyPatch
+    model: Model, without: dict[str, list[int]], runner: Runner, drafted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was sampled meanwhile is missing from their own text, and blocks were handed out that nobody followed."""
     from kv_canary.engines.vllm import blocks, inputs, requests
 
-    reader = inputs.RunnerV2 if runner == "V2" else inputs.RunnerV1
-    with Engine(model("llama"), runner=runner, canary={"seals": "layer", "check_inputs": "1"}) as engine:
+    reader, folder = inputs.RunnerV2 if runner == "V2" else inputs.RunnerV1, model("llama")
+    more = {"speculative_config": drafts_of("draft_model", folder)} if drafted else {}
+    canary = {"seals": "layer", "check_inputs": "1"}
+    with Engine(folder, runner=runner, canary=canary, asynchronous=drafted, **more) as engine:
         manager, left_out = engine.session.manager, [0]
         for owner, name in (
             (reader, "read"),

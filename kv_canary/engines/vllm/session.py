@@ -545,9 +545,14 @@ class Session:
         """Return the inputs with prefixes as they are: the engine's host takes it that every draft was right.
 
         Waits for the step before: the adapter holds own texts on the host, which know no more than its results.
+
+        Raises:
+            RuntimeError: these could not be taken in.
         """
         self._read_results(keep=0)
         self.requests.take()
+        if self._has_missed:
+            raise RuntimeError("kv-canary: vllm adapter: what was sampled must be taken in, got a failure")
         lengths = self.requests.known(self.requests.compose(inputs.names).rows)
         # The last token of a text has not been through the model yet.
         return dataclasses.replace(inputs, prefix=np.minimum(inputs.prefix, np.maximum(lengths - 1, 0)))
