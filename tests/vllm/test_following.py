@@ -12,8 +12,9 @@ import torch
 
 from kv_canary.engines.vllm import requests as kept
 from kv_canary.engines.vllm.blocks import Blocks
-from kv_canary.engines.vllm.inputs import StepInputs
+from kv_canary.engines.vllm.inputs import RunnerV2, StepInputs
 from kv_canary.engines.vllm.requests import Requests, identity_of, with_images
+from kv_canary.engines.vllm.results import Once
 from kv_canary.runtime.batch import ModelInputs
 
 SIZE = 4
@@ -357,6 +358,40 @@ def test_texts_are_what_was_sampled_however_it_came(seed: int) -> None:
         member = requests.find(name)
         assert member is not None
         assert requests.tokens(member, begin, end) == texts[name][begin:end]
+
+
+def test_a_batch_that_the_model_reads_elsewhere_is_read_there() -> None:
+    ids, at, lens = torch.arange(8, dtype=torch.int32), torch.arange(8), torch.arange(8, dtype=torch.int32)
+    buffers = SimpleNamespace(input_ids=ids, positions=at, seq_lens=lens)
+    tables = SimpleNamespace(slot_mappings=torch.arange(8)[None])
+    reader = RunnerV2(SimpleNamespace(input_buffers=buffers, block_tables=tables), [group()])
+    batch = SimpleNamespace(num_reqs=2, num_tokens=2, req_ids=["a", "b"], num_computed_tokens_np=np.array([3, 4]))
+    for mine in (False, True):
+        batch.input_ids, batch.positions, batch.seq_lens = ids[:4], at[:4], lens[:4]
+        if mine:
+            batch.positions = at[:4] + 50
+        found = reader.read(None, batch)
+        assert found.given.stays != mine
+        assert found.positions.tolist() == ([50, 51] if mine else [0, 1])
+
+
+def test_a_result_is_asked_for_once_and_what_ends_a_process_goes_on() -> None:
+    calls: list[int] = []
+
+    def fail(error: BaseException) -> Any:
+        calls.append(1)
+        raise error
+
+    once = Once(lambda: fail(ZeroDivisionError()))
+    once.read()
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            once()
+    assert len(calls) == 1
+    with pytest.raises(KeyboardInterrupt):
+        Once(lambda: fail(KeyboardInterrupt())).read()
+    answered = Once(lambda: len(calls))
+    assert (answered(), answered()) == (2, 2)
 
 
 def test_numbers_by_name() -> None:

@@ -159,21 +159,33 @@ class RunnerV2(_Runner):
         extend = one_each(count) if tokens == count else batch.num_scheduled_tokens.astype(np.int64)
         if int(extend.sum()) != tokens:
             raise ValueError(f"kv-canary: vllm adapter: tokens must be {int(extend.sum())}, as scheduled, got {tokens}")
+        given = self._given
+        theirs = batch.input_ids, batch.positions, batch.seq_lens
+        if any(a.data_ptr() != b.data_ptr() for a, b in zip(theirs, self._of_batches, strict=True)):
+            # The model reads others than those of the runner.
+            of_batch = dict(zip(("input_ids", "positions", "lengths"), theirs, strict=True))
+            given = replace(given, **of_batch, stays=False)
         return StepInputs(
             names=batch.req_ids,
             prefix=batch.num_computed_tokens_np[:count].astype(np.int64),
             extend=extend,
-            given=self._given,
+            given=given,
         )
+
+    @functools.cached_property
+    def _of_batches(self) -> tuple[torch.Tensor, ...]:
+        """The front of which batches have."""
+        buffers = self._runner.input_buffers
+        return buffers.input_ids, buffers.positions, buffers.seq_lens
 
     @functools.cached_property
     def _given(self) -> ModelInputs:
         """What every forward reads, where it reads it."""
-        buffers, slots = self._runner.input_buffers, self._runner.block_tables.slot_mappings
+        (input_ids, positions, lengths), slots = self._of_batches, self._runner.block_tables.slot_mappings
         return ModelInputs(
-            input_ids=buffers.input_ids,
-            positions=buffers.positions,
+            input_ids=input_ids,
+            positions=positions,
             out_slots={g.group.name: slots[g.number] for g in self._groups},
-            lengths=buffers.seq_lens,
+            lengths=lengths,
             stays=True,
         )

@@ -11,20 +11,20 @@ class Once:
     """A call that is made once, by whoever comes first, and answers everybody; others wait for it.
 
     Args:
-        call: what is called; if it raises, everybody who asks is told.
+        call: what is called; if it raises an `Exception`, everybody who asks is told.
     """
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call: Callable[[], Any] | None = call
         self._lock = threading.Lock()
         self._result: Any = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     def __call__(self) -> Any:
         """Return what the call returns.
 
         Raises:
-            BaseException: whatever it raises.
+            Exception: whatever it raises.
         """
         self.read()
         if self._error is not None:
@@ -32,12 +32,12 @@ class Once:
         return self._result
 
     def read(self) -> None:
-        """See that the call has been made, whatever came of it."""
+        """See that the call has been made, whatever came of it; what ends a process or a thread is raised on."""
         with self._lock:
             if self._call is None:
                 return
             try:
                 self._result = self._call()
-            except BaseException as error:
+            except Exception as error:
                 self._error = error
             self._call = None

@@ -647,8 +647,10 @@ class Session:
         def read() -> Any:
             try:
                 output = original()
-            except BaseException:
+            except Exception as error:
+                # The engine's own; whoever of it asks is told as well.
                 self._has_missed = True
+                self.manager.guard.failed("reading what was sampled", error)
                 raise
             # In a thread of the engine's, mostly: the guard's clock is not for that.
             try:
