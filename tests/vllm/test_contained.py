@@ -194,3 +194,36 @@ def test_a_cache_that_holds_nothing_any_more_is_forgotten(model: Model) -> None:
         serve(engine, first=4)
         session.manager.scrub()
         assert session.manager.summary().violations == 0
+
+
+def test_requests_that_the_engine_makes_up_to_warm_up_are_nobodys(
+    model: Model, without: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runner V2's, which a GPU's worker serves before any other; nobody asks for what they sample."""
+    from vllm.v1.sample.ops import topk_topp_sampler
+    from vllm.v1.worker import cpu_worker
+    from vllm.v1.worker.gpu import warmup
+
+    served: list[Any] = []
+    warm_up = cpu_worker.CPUWorker.compile_or_warm_up_model
+
+    def warms(worker: Any) -> Any:
+        def execute(scheduled: Any) -> Any:
+            served.append(scheduled)
+            return worker.execute_model(scheduled)
+
+        # Without a grammar, whose kernel Triton's interpreter does not take.
+        warmup.warmup_kernels(worker.model_runner, execute, lambda _: worker.sample_tokens(None))
+        return warm_up(worker)
+
+    # Nor its.
+    monkeypatch.setattr(topk_topp_sampler, "HAS_TRITON", False)
+    monkeypatch.setattr(cpu_worker.CPUWorker, "compile_or_warm_up_model", warms)
+    with Engine(model("llama"), runner="V2", canary={}) as engine:
+        assert len(served) > 3
+        serve(engine)
+        assert outputs_of(engine) == without
+        engine.session.manager.flush()
+        status = engine.session.status()
+    assert (status["status"], status["skipped"], status["left_out"], status["violations"]) == ("healthy", 0, 0, 0)
+    assert status["positions_verified"] == status["positions_relied_on"] > 0

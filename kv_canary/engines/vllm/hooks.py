@@ -20,7 +20,7 @@ _INSTALLS = ("vllm.v1.worker.worker_base", "WorkerWrapperBase", "initialize_from
 # Called in the process of the scheduler, which knows of requests what workers are not told.
 _SCHEDULES = ("vllm.v1.core.sched.scheduler", "Scheduler", "schedule")
 # What is asked of a worker, by the object: its own methods, and what its runners have.
-WORKER = ("execute_model", "sample_tokens", "shutdown", "sleep", "wake_up")
+WORKER = ("compile_or_warm_up_model", "execute_model", "sample_tokens", "shutdown", "sleep", "wake_up")
 RUNNERS = {
     False: ("_model_forward", "input_batch", "input_ids", "positions", "seq_lens", "kv_cache_config", "max_num_tokens"),
     True: ("kv_connector", "prepare_attn", "block_tables", "input_buffers", "kv_cache_config", "max_num_tokens"),

@@ -94,6 +94,8 @@ class Session:
         self.worker, self.runner = worker, worker.model_runner
         # Why the canary is off: "closed", once it is.
         self.off = ""
+        # Whether steps are made up by the worker itself.
+        self._warms = False
         layers = support.draft_layers(self.runner, is_v2=self._is_v2)
         self.groups, self.uncovered = pools.attach(worker, read_bytes=config.read_bytes, drafts=layers)
         mine = [g for g in self.groups if not g.is_draft]
@@ -187,6 +189,7 @@ class Session:
 
     def _hook(self) -> None:
         wrap, worker = self._patches.wrap, self.worker
+        wrap(worker, "compile_or_warm_up_model", self._compile_or_warm_up_model)
         wrap(worker, "execute_model", self._execute_model)
         wrap(worker, "sample_tokens", self._sample_tokens)
         wrap(worker, "shutdown", self._shutdown)
@@ -213,8 +216,18 @@ class Session:
 
     # What vLLM calls.
 
+    def _compile_or_warm_up_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Called around `Worker.compile_or_warm_up_model`: runner V2 serves requests there that nobody has sent."""
+        self._warms = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._warms = False
+
     def _execute_model(self, original: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         """Called around `Worker.execute_model`."""
+        if self._warms:
+            return original(scheduled, *args, **kwargs)
         self._begin_step(scheduled)
         try:
             result = original(scheduled, *args, **kwargs)
