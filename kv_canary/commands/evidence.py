@@ -258,10 +258,16 @@ def results() -> Iterator[Result]:
             if not (RESULTS / name).exists():
                 continue
             content = load(name)
-            facts = content[0] if isinstance(content, list) else content
-            measured = facts.get("sources") or {}
             for source in evidence.sources:
                 if source not in now:
                     now[source] = digest(read(source))
-            changed = tuple(source for source in evidence.sources if measured.get(source) != now[source])
-            yield Result(kind=kind, name=name, commit=str(facts.get("commit") or ""), changed=changed)
+            # Rows may have been measured at different times, and none of them is of a newer version than it says.
+            rows = content if isinstance(content, list) else [content]
+            told = [row for row in rows if row.get("sources")] or rows[:1]
+            changed = tuple(
+                source
+                for source in evidence.sources
+                if any((row.get("sources") or {}).get(source) != now[source] for row in told)
+            )
+            commits = dict.fromkeys(str(row.get("commit") or "") for row in told)
+            yield Result(kind=kind, name=name, commit=", ".join(filter(None, commits)), changed=changed)

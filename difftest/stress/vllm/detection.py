@@ -9,8 +9,9 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -98,6 +99,7 @@ def campaign(
     *,
     runners: Sequence[Runner] = RUNNERS,
     tick: Callable[[str], None] = lambda name: None,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
     """Live every fault with every seed, without a canary and before it; return a row for each runner and fault.
 
@@ -106,35 +108,54 @@ def campaign(
         seeds: of the lives.
         runners: model runners.
         tick: called with the fault's name after every life.
+        keep: called with the rows of a setting once they are there, in any thread, one call at a time.
 
     Raises:
         RuntimeError: an engine could not be built.
     """
+    lock = threading.Lock()
+
+    def keep_alone(rows: list[dict[str, Any]]) -> None:
+        with lock:
+            keep(rows)
+
     with tempfile.TemporaryDirectory() as folder:
         models = Path(folder)
         # Before there are processes that would make it at once.
         for fault in faults:
             SETTINGS[fault.setting].save(models)
-        live_all = functools.partial(_live_all, faults, seeds, models=models, tick=tick)
+        live_all = functools.partial(_live_all, faults, seeds, models=models, tick=tick, keep=keep_alone)
         # Each waits for processes of its own.
         with ThreadPoolExecutor(len(runners)) as threads:
             return [row for rows in threads.map(live_all, runners) for row in rows]
 
 
 def _live_all(
-    faults: Sequence[Fault], seeds: Sequence[int], runner: Runner, *, models: Path, tick: Callable[[str], None]
+    faults: Sequence[Fault],
+    seeds: Sequence[int],
+    runner: Runner,
+    *,
+    models: Path,
+    tick: Callable[[str], None],
+    keep: Callable[[list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
     """Return the rows of one model runner."""
-    seen: dict[tuple[bool, str, int], dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for setting, made in SETTINGS.items():
-        names = [f.name for f in faults if f.setting == setting]
-        plain = dict.fromkeys([*(healthy(f).name for f in faults if f.setting == setting), *names])
+        seen: dict[tuple[bool, str, int], dict[str, Any]] = {}
+        mine = [f for f in faults if f.setting == setting]
+        if not mine:
+            continue
+        names = [f.name for f in mine]
+        plain = dict.fromkeys([*(healthy(f).name for f in mine), *names])
         for settings, chosen in ((None, plain), (made.canary, names)):
             lives = Lives(runner=runner, setting=setting, canary=settings, names=tuple(chosen), seeds=tuple(seeds))
             for name, seed, one in run(lives, models=models):
                 seen[settings is not None, name, seed] = one
                 tick(name)
-    return [_row(f, runner, seeds, seen) for f in faults]
+        found |= {f.name: _row(f, runner, seeds, seen) for f in mine}
+        keep([found[name] for name in names])
+    return [found[f.name] for f in faults]
 
 
 def run(lives: Lives, *, models: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
@@ -281,11 +302,23 @@ def show(rows: Sequence[dict[str, Any]], console: Console, *, seconds: float) ->
     console.print(f"{'[bold red]FAIL' if wrong else '[bold green]PASS'}[/]: {len(rows)} rows in {seconds:.0f} s")
 
 
+def _kept(path: Path | None, sources: Mapping[str, str]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the rows of a file that are of this code, by runner and fault."""
+    if path is None or not path.exists():
+        return {}
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    return {(row["runner"], row["fault"]): row for row in rows if row.get("sources") == sources}
+
+
+def _ordered(kept: Mapping[tuple[str, str], dict[str, Any]]) -> list[dict[str, Any]]:
+    return [kept[runner, f.name] for runner in RUNNERS for f in KNOWN if (runner, f.name) in kept]
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--seeds", type=click.IntRange(1), default=10, show_default=True, help="Lives per fault and runner.")
 @click.option("--fault", "names", multiple=True, help="Only faults whose names begin so. [default: all]")
 @click.option("--runner", "runners", multiple=True, type=click.Choice(RUNNERS), help="Only this one. [default: both]")
-@json_option("Write the rows here too.")
+@json_option("Write the rows here as they come, beside those of this code that it has already.")
 @click.option("--page", "written", type=click.Path(dir_okay=False, path_type=Path), help="Write the page here too.")
 @commit_option()
 def main(
@@ -313,6 +346,7 @@ def main(
     Examples:
       kv-canary stress vllm --json bench/results/vllm_detection.json --page docs/vllm-detection.md
       kv-canary stress vllm --seeds 2 --fault freed --fault healthy --runner V2
+      kv-canary stress vllm --seeds 1 --fault "80 layers" --json bench/results/vllm_detection.json
     """
     if importlib.util.find_spec("vllm") is None:
         raise click.UsageError("vllm is not installed here")
@@ -320,6 +354,15 @@ def main(
     if not chosen:
         raise click.BadParameter(f"must begin a name of {'; '.join(f.name for f in KNOWN)}", param_hint="--fault")
     console, begin = Console(), time.monotonic()
+    shared = facts("cpu", commit=commit, kind="vllm_detection")
+    shared["versions"]["vllm"] = installed("vllm")
+    kept = _kept(json_path, shared["sources"])
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        kept.update({(row["runner"], row["fault"]): {**row, **shared} for row in rows})
+        if json_path is not None:
+            json_path.write_text(json.dumps(_ordered(kept), indent=1) + "\n", encoding="utf-8")
+
     more = {healthy(f).name for f in chosen} - {f.name for f in chosen}
     with progress_bar(console, "what bar lives elapsed") as progress:
         total = (2 * len(chosen) + len(more)) * seeds * len(runners or RUNNERS)
@@ -330,17 +373,13 @@ def main(
                 range(seeds),
                 runners=runners or RUNNERS,
                 tick=lambda name: progress.update(bar, advance=1, description=name),
+                keep=keep,
             )
         except RuntimeError as error:
             raise click.ClickException(str(error)) from error
     show(rows, console, seconds=time.monotonic() - begin)
-    shared = facts("cpu", commit=commit, kind="vllm_detection")
-    shared["versions"]["vllm"] = installed("vllm")
-    rows = [{**row, **shared} for row in rows]
-    if json_path is not None:
-        json_path.write_text(json.dumps(rows, indent=1) + "\n")
     if written is not None:
-        written.write_text(fill(page(rows)), encoding="utf-8")
+        written.write_text(fill(page(_ordered(kept))), encoding="utf-8")
     raise SystemExit(1 if any(True for row in rows for _ in objections(row)) else 0)
 
 
