@@ -74,7 +74,7 @@ KINDS = {
         command=".venv-sglang/bin/pytest -s tests/sglang/test_chaos.py --chaos-minutes 60 --chaos-result FILE",
     ),
     "fuzz": Evidence(
-        files=("cpu_fuzz.json", "h200_fuzz.json"),
+        files=("cpu_fuzz.json", "h200_fuzz.json", "h200_fuzz_ops.json"),
         sources=GENERATED,
         command="kv-canary difftest fuzz --minutes 30 --json FILE",
     ),
@@ -155,6 +155,11 @@ KINDS = {
         files=("sglang_detection.json",),
         sources=SGLANG,
         command="kv-canary stress sglang --json FILE",
+    ),
+    "vllm_gpu": Evidence(
+        files=("h200_vllm.json",),
+        sources=VLLM,
+        command="python -P -m kv_canary.difftest.stress.vllm.cuda --json FILE",
     ),
     "vllm_churn": Evidence(
         files=("vllm_churn.json",),
@@ -263,7 +268,7 @@ def results() -> Iterator[Result]:
                     now[source] = digest(read(source))
             # Rows may have been measured at different times, and none of them is of a newer version than it says.
             rows = content if isinstance(content, list) else [content]
-            told = [row for row in rows if row.get("sources")] or rows[:1]
+            told = [row for row in rows if "sources" in row] or rows[:1]
             changed = tuple(
                 source
                 for source in evidence.sources

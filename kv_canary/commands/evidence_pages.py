@@ -421,6 +421,10 @@ def _difftest(found: Results, _: Sequence[str]) -> str:
     )
 
 
+# By the key that a result has of its engine's version.
+_ENGINES = {"sglang": "SGLang", "vllm": "vLLM", "transformers": "transformers"}
+
+
 def _engines(found: Results, _: Sequence[str]) -> str:
     overlap = load("h200_overlap.json")
     rows = [
@@ -432,12 +436,12 @@ def _engines(found: Results, _: Sequence[str]) -> str:
         ]
         for life in overlap["lives"]
     ]
-    for name in ("h200_sglang.json", "h200_transformers.json"):
+    for name in ("h200_sglang.json", "h200_vllm.json", "h200_transformers.json"):
         run = load(name)
         clean, faults = run["clean"], run.get("faults", run.get("flips"))
         rows.append(
             [
-                "SGLang 0.5.23" if "sglang" in name else f"transformers {run['transformers']}",
+                next(f"{engine} {run[key]}" for key, engine in _ENGINES.items() if key in run),
                 f"{len(clean)} healthy lives, {sum(c['ok'] for c in clean)} right",
                 "0" if all(c["ok"] for c in clean) else "some",
                 f"{sum(f['ok'] for f in faults)} of {len(faults)} planted faults found",
@@ -452,7 +456,7 @@ def _engines(found: Results, _: Sequence[str]) -> str:
             f"{transfer['faults_found']} found",
         ]
     )
-    names = ("h200_overlap.json", "h200_sglang.json", "h200_transformers.json", "h100_pd.json")
+    names = ("h200_overlap.json", "h200_sglang.json", "h200_vllm.json", "h200_transformers.json", "h100_pd.json")
     return f"{_table(['engine', 'ran', 'false alarms', 'and'], rows)}\n\n{_source(found, *names)}"
 
 
