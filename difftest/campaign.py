@@ -132,7 +132,7 @@ class CampaignResult:
 def run_campaign(
     campaign: Campaign, *, on_change: Callable[[CampaignResult], None] = lambda result: None
 ) -> CampaignResult:
-    """Run a campaign to its end, or to Ctrl-C, and return what came of it; `on_change` sees it grow.
+    """Run a campaign to its end, Ctrl-C or SIGTERM, and return what came of it; `on_change` sees it grow.
 
     Raises:
         ValueError: an import, a database or an op is not to be had.
@@ -158,7 +158,10 @@ def run_campaign(
 
     for index in generations:
         begin(index)
+    at_sigterm = signal.getsignal(signal.SIGTERM)
     try:
+        # As `timeout` and CI end what takes too long.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         while jobs or not events.empty():
             with contextlib.suppress(queue.Empty):
                 _receive(events.get(timeout=0.2), result, campaign, stop)
@@ -180,6 +183,7 @@ def run_campaign(
         for job in jobs.values():
             job.join(timeout=10.0)
     finally:
+        signal.signal(signal.SIGTERM, at_sigterm)
         stop.set()
         while True:
             try:
@@ -417,7 +421,9 @@ def _file_name(mismatch: Mismatch) -> str:
 
 
 def _job(campaign: Campaign, index: int, generation: int, start: float, events: Any, stop: Event) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # They are for the process that started us.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     prepare("cpu")
     import_all(campaign.imports)

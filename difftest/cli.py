@@ -470,7 +470,9 @@ def _campaign(
     shown.show_campaign(console, campaign, result, lines, all_pairs=coverage)
     if json_path is not None:
         json_path.write_text(json.dumps(_facts(campaign, result, lines, commit), indent=2) + "\n", encoding="utf-8")
-    raise SystemExit(1 if result.findings or result.errors else 2 if result.untried and not result.interrupted else 0)
+    # So many cases were asked for, or every target.
+    inconclusive = result.untried or (result.interrupted and campaign.minutes is None)
+    raise SystemExit(1 if result.findings or result.errors else 2 if inconclusive else 0)
 
 
 def _facts(campaign: Campaign, result: CampaignResult, lines: Mapping[str, str], commit: str) -> dict[str, Any]:

@@ -199,8 +199,9 @@ def _serve(pipe: Connection, device: str, imports: Sequence[str], plant: str | N
     # Never closed: what a crash leaves behind is written to it.
     faulthandler.enable(open(last_words, "w"), all_threads=False)  # noqa: SIM115
 
-    # Ctrl-C is for the process that started us.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C, and what ends a whole group of processes, is for the process that started us.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     prepare(device)
     if interpreting():
         quicken()

@@ -198,18 +198,29 @@ def test_mutants_run_from_a_shell(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_ctrl_c_keeps_what_there_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "how", "status"),
+    [
+        (signal.SIGINT, ("fuzz", "--minutes", "5"), 0),
+        (signal.SIGTERM, ("fuzz", "--minutes", "5"), 0),
+        # Not as many as were asked for.
+        (signal.SIGTERM, ("run", "--examples", "100000"), 2),
+    ],
+)
+def test_what_is_ended_early_keeps_what_there_is(
+    end: signal.Signals, how: tuple[str, ...], status: int, tmp_path: Path
+) -> None:
     facts = tmp_path / "facts.json"
-    command = [PROGRAM, "difftest", "fuzz", "--minutes", "5", "--jobs", "1", "--op", "retire", "--json", str(facts)]
+    command = [PROGRAM, "difftest", *how, "--jobs", "1", "--op", "retire", "--json", str(facts)]
     options = {"cwd": tmp_path, "env": as_from_a_shell(), "stdout": subprocess.PIPE, "start_new_session": True}
     # Who runs the tests in the background may ignore the signal, and so would all that is started.
     options["preexec_fn"] = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     running = subprocess.Popen(command, text=True, **options)
-    time.sleep(12)
-    # As a terminal does: to every process of the group.
-    os.killpg(running.pid, signal.SIGINT)
+    time.sleep(25)
+    # As a terminal does, and `timeout`: to every process of the group.
+    os.killpg(running.pid, end)
     output, _ = running.communicate(timeout=60)
-    assert running.returncode == 0, output
+    assert running.returncode == status, output
     assert "interrupted" in output
     told = json.loads(facts.read_text())
     assert told["interrupted"]
