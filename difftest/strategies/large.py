@@ -30,7 +30,7 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
     """
     if op == "write":
         # Not imported earlier: whether Triton interprets is settled when it is imported.
-        from kv_canary.kernels.launching import tiles_at_once
+        from kv_canary.kernels.launching import INTERPRETER_PROGRAMS, tiles_at_once
         from kv_canary.kernels.write import NARROW_TILE
 
         at_once = tiles_at_once(device)
@@ -51,6 +51,8 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
         yield _alike(NARROW_TILE, one_prefix=True)
         yield _alike(3, one_prefix=False)
         yield _shared()
+        # Every slot goes to another token far behind, more of them than all programs take at once.
+        yield _twice(_write([(0, 4 * INTERPRETER_PROGRAMS * TILE_TOKENS)], num_bytes=260))
         # As few as one program takes, and no token.
         yield _write([(1, 0)] * 3, num_bytes=16)
         # Nobody writes, and the plan holds what it was left with.
@@ -174,6 +176,13 @@ def _alike(length: int, *, one_prefix: bool) -> dict[str, Any]:
         call["tails"][2] = call["tails"][1]
     for name in ("input_ids", "positions", "out_slots"):
         call[name][length:] = call[name][:length]
+    return call
+
+
+def _twice(call: dict[str, Any]) -> dict[str, Any]:
+    """Return `call` with the second half of its tokens in the slots of the first half."""
+    half = len(call["out_slots"]) // 2
+    call["out_slots"][half:] = call["out_slots"][:half]
     return call
 
 
