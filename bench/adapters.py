@@ -1,4 +1,4 @@
-"""The host time that an adapter takes of an engine that decodes, in microseconds a step, on a CPU without a GPU.
+"""`kv-canary bench adapters`: the host time that an adapter takes of an engine that decodes, on a CPU without a GPU.
 
 A real engine and a tiny model. HEAD and TAIL do nothing but say that they were there, where a GPU would replay a graph:
 what is timed is what the canary does between launches, and PyTorch's own calls on a CPU, where seals are off. So the
@@ -6,26 +6,26 @@ engines' adapters can be held against each other, and one version against anothe
 `kv-canary bench engine` says.
 
 Batches: "decode" is the same requests at every step; in "churn" one ends and another one comes every other step.
-Run, in the environment of the engine: `python -P -m kv_canary.bench.adapters --engine vllm --json adapters_host.json`
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
+import importlib.util
 import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import click
 
 # Of a prompt; tokens that a request decodes at least; steps before those that are timed, and timed ones.
 PROMPT, LONGEST, WARM_UP, TIMED = 24, 500, 40, 120
@@ -182,6 +182,13 @@ class SglangDriver(Driver):
         self.session().close()
 
 
+def _counts(_ctx: click.Context, _parameter: click.Parameter, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise click.BadParameter(f"must be numbers by commas, got {text!r}") from None
+
+
 DRIVERS: dict[str, type[Driver]] = {"vllm": VllmDriver, "sglang": SglangDriver}
 
 
@@ -270,13 +277,36 @@ def _prompt(number: int) -> list[int]:
     return [rng.randrange(3, 900) for _ in range(PROMPT)]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure every batch in a process of its own, print a table, and add the rows to the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=sorted(DRIVERS), required=True, help="whose adapter")
-    parser.add_argument("--requests", default="64,256", help="by commas")
-    parser.add_argument("--json", type=Path, help="where the rows go; rows of other engines that it has stay")
-    arguments = parser.parse_args(argv)
+@click.command()
+@click.option("--engine", type=click.Choice(sorted(DRIVERS)), required=True, help="Whose adapter.")
+@click.option(
+    "--requests", default="64,256", show_default=True, callback=_counts, help="That run at a time, by commas."
+)
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Add the rows here; those of other engines that it has stay.",
+)
+def adapters(engine: str, requests: tuple[int, ...], json_path: Path | None) -> None:
+    """Time what an adapter takes of the engine's thread in a step, on a CPU, with launches that do nothing.
+
+    A real engine serves a tiny model in a process of its own for each batch: decode is the same requests at every step;
+    in churn one ends and another one comes every other step. What a GPU's host takes, only `kv-canary bench engine`
+    says: here one adapter is held against another, and a version against the one before.
+
+    \b
+    host us     microseconds of a step, the median
+    p90         what nine of ten steps stay below
+    repeated    share of the decode steps that only sent new numbers
+
+    \b
+    Examples, each in the environment of its engine, with nothing else running:
+      kv-canary bench adapters --engine sglang --json adapters_host.json
+      kv-canary bench adapters --engine vllm --requests 256 --json adapters_host.json
+    """
+    if importlib.util.find_spec(engine) is None:
+        raise click.UsageError(f"{engine} is not installed here")
     os.environ.update({"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"})
     from rich.console import Console
     from rich.table import Table
@@ -288,22 +318,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         for batch in ("decode", "churn"):
-            for requests in map(int, arguments.requests.split(",")):
-                work = functools.partial(measure, arguments.engine, batch, requests, Path(name))
-                row = in_fork(work, patience=PATIENCE)
+            for count in requests:
+                click.echo(f"{engine}: {batch}, {count} requests", err=True)
+                row = in_fork(functools.partial(measure, engine, batch, count, Path(name)), patience=PATIENCE)
                 if "error" in row:
-                    raise SystemExit(f"kv-canary: bench: {row['error']}")
+                    raise click.ClickException(f"bench: {row['error']}")
                 rows.append(row)
                 told = (f"{row['host_us']:.0f}", f"{row['p90_us']:.0f}", f"{row['repeated']:.0%}")
-                table.add_row(row["engine"], batch, str(requests), *told)
-    Console(file=sys.stderr).print(table)
-    if arguments.json:
-        known = json.loads(arguments.json.read_text(encoding="utf-8")) if arguments.json.exists() else {"rows": []}
-        kept = [row for row in known["rows"] if row["engine"].split()[0] != arguments.engine]
-        result = {**facts("cpu", kind=KIND), "rows": kept + rows}
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return 0
+                table.add_row(row["engine"], batch, str(count), *told)
+                if json_path is not None:
+                    _keep(json_path, engine, rows, facts("cpu", kind=KIND))
+    Console().print(table)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _keep(path: Path, engine: str, rows: Sequence[Mapping[str, Any]], shared: Mapping[str, Any]) -> None:
+    """Write the rows of an engine into a file, beside those of other engines that are of the same code."""
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+    is_same = known.get("sources") == shared["sources"]
+    kept = [row for row in known["rows"] if is_same and row["engine"].split()[0] != engine]
+    path.write_text(json.dumps({**shared, "rows": [*kept, *rows]}, indent=2) + "\n", encoding="utf-8")

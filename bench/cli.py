@@ -19,6 +19,12 @@ TRACES = "KV_CANARY_TRACES"
 FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
+_ELSEWHERE = {
+    "engine": "kv_canary.bench.serving.cli:engine",
+    "adapters": "kv_canary.bench.adapters:adapters",
+}
+
+
 class _Bench(LazyGroup):
     """A group whose first command is meant where none is named."""
 
@@ -28,7 +34,7 @@ class _Bench(LazyGroup):
         return super().parse_args(ctx, args)
 
 
-@click.group(cls=_Bench, elsewhere={"engine": "kv_canary.bench.serving.cli:engine"})
+@click.group(cls=_Bench, elsewhere=_ELSEWHERE)
 def bench() -> None:
     """Time the ops, or what the canary costs an engine that serves.
 
@@ -40,6 +46,7 @@ def bench() -> None:
       kv-canary bench --peer sglang --json h200_peer.json
       kv-canary bench ops --help
       kv-canary bench engine --models 1b --modes none,ours,sgl
+      kv-canary bench adapters --engine vllm
       kv-canary bench seals --json h200_seals.json
     """
 

@@ -99,7 +99,7 @@ KINDS = {
     "adapters_host": Evidence(
         files=("adapters_host.json",),
         sources=(*VLLM, "kv_canary/engines/sglang", "bench/adapters.py"),
-        command="python -P -m kv_canary.bench.adapters --engine ENGINE --json FILE, in the environment of each engine",
+        command="kv-canary bench adapters --engine ENGINE --json FILE, in the environment of each engine",
     ),
     "engine_cost": Evidence(
         files=("h200_engine_cost.json",),
