@@ -10,7 +10,7 @@ from kv_canary.difftest.strategies.large import large_cases
 from kv_canary.specs import get_spec
 
 COUNTS = {
-    "write": 16,
+    "write": 17,
     "chain_tails": 6,
     "scatter_token_ids": 7,
     "seal": 2,
@@ -25,8 +25,9 @@ COUNTS = {
 def test_a_large_call_is_that_of_the_reference(op: str, number: int, device: torch.device) -> None:
     cases = list(large_cases(op, device))
     assert len(cases) == COUNTS[op]
-    # That a call gives the same again is tried with drawn ones; where Triton is interpreted, these take seconds each.
-    check_case(get_spec(op), cases[number], device=device, again=device.type == "cuda")
+    # That a call gives the same again is tried with drawn ones; where Triton is interpreted, these take seconds each. A
+    # write has marks of slots besides, which it believes or not by what they held before.
+    check_case(get_spec(op), cases[number], device=device, again=device.type == "cuda" or op == "write")
     assert get_spec(op).has_one_outcome(get_spec(op).bind(cases[number]))
 
 
