@@ -10,10 +10,10 @@ _HEAD = """# In vLLM
 <!-- kv-canary evidence status vllm_detection: begin -->
 <!-- kv-canary evidence: end -->
 
-Faults in vLLM's own engine ({vllm}) on the CPU, in process, with a tiny model of three layers: model runner V1, and V2
-in Triton's interpreter. Requests, tokens and the fault follow from a seed; each life runs as it is, with the fault, and
-with the fault before kv-canary. This page is written by `kv-canary stress vllm --page` from its rows, which
-`bench/results/vllm_detection.json` keeps; a test compares them.
+Faults in vLLM's own engine ({vllm}) on the CPU, in process, with a tiny model of three layers, or of as many as a row
+says: model runner V1, and V2 in Triton's interpreter. Requests, tokens and the fault follow from a seed; each life runs
+as it is, with the fault, and with the fault before kv-canary. This page is written by `kv-canary stress vllm --page`
+from its rows, which `bench/results/vllm_detection.json` keeps; a test compares them.
 
 Seals are on (`KV_CANARY_SEALS=layer`), as they are by default on a GPU; rows with a star have
 `KV_CANARY_CHECK_WRITES=1` besides. *Text wrong* counts the lives in which some request generated other tokens than
