@@ -307,6 +307,8 @@ def adapters(engine: str, requests: tuple[int, ...], json_path: Path | None) -> 
     """
     if importlib.util.find_spec(engine) is None:
         raise click.UsageError(f"{engine} is not installed here")
+    if importlib.util.find_spec("kv_canary.difftest.stress") is None:
+        raise click.UsageError("adapters needs a checkout of kv-canary: an installed package does not hold its engines")
     os.environ.update({"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"})
     from rich.console import Console
     from rich.table import Table

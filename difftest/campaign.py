@@ -132,7 +132,7 @@ class CampaignResult:
 def run_campaign(
     campaign: Campaign, *, on_change: Callable[[CampaignResult], None] = lambda result: None
 ) -> CampaignResult:
-    """Run a campaign to its end, Ctrl-C or SIGTERM, and return what came of it; `on_change` sees it grow.
+    """Run a campaign to its end, or to Ctrl-C, and return what came of it; `on_change` sees it grow.
 
     Raises:
         ValueError: an import, a database or an op is not to be had.
@@ -158,10 +158,7 @@ def run_campaign(
 
     for index in generations:
         begin(index)
-    at_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        # As `timeout` and CI end what takes too long.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
         while jobs or not events.empty():
             with contextlib.suppress(queue.Empty):
                 _receive(events.get(timeout=0.2), result, campaign, stop)
@@ -183,7 +180,6 @@ def run_campaign(
         for job in jobs.values():
             job.join(timeout=10.0)
     finally:
-        signal.signal(signal.SIGTERM, at_sigterm)
         stop.set()
         while True:
             try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -459,6 +460,8 @@ def _campaign(
         import_all(options["imports"])
         campaign = Campaign(targets=ops, **options)
         console = Console()
+        # `timeout` and CI end what takes too long so; it is Ctrl-C to the campaign.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         with shown.live_progress(console, campaign) as on_change:
             result = run_campaign(campaign, on_change=on_change)
     except ValueError as error:

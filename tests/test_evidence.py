@@ -96,7 +96,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def keep(results: Path, content: dict[str, Any]) -> None:
+def keep(results: Path, content: Any) -> None:
     (results / "h200_host.json").write_text(json.dumps(content))
 
 
@@ -132,6 +132,17 @@ def test_a_result_without_digests_is_of_an_older_version(checkout: Path) -> None
     (result,) = run("--write")[2]
     assert result["changed"] == list(evidence.KINDS["host"].sources)
     assert "measured on an older version (unknown commit)" in (checkout / "docs/page.md").read_text()
+
+
+def test_a_result_of_several_runs_is_as_old_as_the_oldest(checkout: Path) -> None:
+    new = {"device": "CPU", "commit": "abc1234", "sources": evidence.digests("host")}
+    keep(checkout / "bench/results", [new, {"figure": 1}])
+    assert run("--write")[2][0]["changed"] == []
+    for older in ({}, {**new["sources"], "kernels": "0" * 16}):
+        keep(checkout / "bench/results", [new, {"figure": 1}, {"commit": "def5678", "sources": older}])
+        (result,) = run("--write")[2]
+        assert "kernels" in result["changed"]
+        assert "measured on an older version (abc1234, def5678)" in (checkout / "docs/page.md").read_text()
 
 
 def test_without_a_checkout_it_is_misuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

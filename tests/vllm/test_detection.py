@@ -11,7 +11,7 @@ import pytest
 from kv_canary.commands.evidence import results
 from kv_canary.commands.evidence_pages import fill
 from kv_canary.difftest.stress.vllm.churn import Settings, lives
-from kv_canary.difftest.stress.vllm.detection import RUNNERS, campaign, objections
+from kv_canary.difftest.stress.vllm.detection import RUNNERS, _kept, _ordered, campaign, objections
 from kv_canary.difftest.stress.vllm.faults import KNOWN, healthy
 from kv_canary.difftest.stress.vllm.page import page
 
@@ -61,6 +61,15 @@ def test_a_few_faults_are_found_and_nothing_is_reported_without_one(runner: Any)
 def test_every_fault_is_found_in_both_runners() -> None:
     rows = campaign(KNOWN, [0])
     assert [f"{row['fault']}, {row['runner']}: {text}" for row in rows for text in objections(row)] == []
+
+
+def test_a_campaign_goes_on_beside_the_rows_of_the_same_code(tmp_path: Path) -> None:
+    path, here = tmp_path / "rows.json", {"kernels": "1"}
+    assert _kept(None, here) == _kept(path, here) == {}
+    first, last = ({"fault": f.name, "runner": "V1", "sources": here} for f in (KNOWN[0], KNOWN[-1]))
+    older = {"fault": KNOWN[1].name, "runner": "V1", "sources": {"kernels": "0"}}
+    path.write_text(json.dumps([last, older, first]))
+    assert _ordered(_kept(path, here)) == [first, last]
 
 
 def row(**changed: Any) -> dict[str, Any]:

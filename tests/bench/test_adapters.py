@@ -1,0 +1,40 @@
+"""`kv-canary bench adapters`: what it refuses, and which rows a file keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+from kv_canary.bench import adapters
+from kv_canary.cli import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--engine", "sglang"), "sglang is not installed here"),
+        (("--engine", "sglang", "--requests", "many"), "must be numbers by commas, got 'many'"),
+        ((), "--engine"),
+    ],
+)
+def test_misuse_is_told(arguments: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None))
+    monkeypatch.setattr(adapters, "importlib", nothing)
+    done = CliRunner().invoke(main, ["bench", "adapters", *arguments])
+    assert done.exit_code == 2
+    assert says in done.output
+
+
+def test_rows_of_other_engines_stay_while_they_are_of_this_code(tmp_path: Path) -> None:
+    path, here = tmp_path / "adapters_host.json", {"sources": {"kernels": "1"}}
+    for engine in ("sglang", "vllm V1", "sglang"):
+        adapters._keep(path, engine.split()[0], [{"engine": engine}], here)
+    assert [row["engine"] for row in json.loads(path.read_text())["rows"]] == ["vllm V1", "sglang"]
+    adapters._keep(path, "vllm", [{"engine": "vllm V1"}], {"sources": {"kernels": "2"}})
+    told = json.loads(path.read_text())
+    assert [row["engine"] for row in told["rows"]] == ["vllm V1"]
+    assert told["sources"] == {"kernels": "2"}
