@@ -29,11 +29,10 @@ from typing import Any
 import torch
 
 from kv_canary.commands.facts import facts
+from kv_canary.difftest.stress.gpu_cases import LONG, fault_checks, like_transformers, write
 from kv_canary.reports.versions import installed
 
 GRAPH_SIZES = [1, 2, 4, 8]
-# What a result holds for comparison alone.
-_LONG = ("prompts", "tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,41 +148,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         "kernels": "SGLang's Triton kernels for attention; PyTorch in place of its compiled ones",
         "seconds": round(time.perf_counter() - begin, 1),
         "ok": ok,
-        "smoke": {key: value for key, value in first.items() if key not in _LONG},
+        "smoke": {key: value for key, value in first.items() if key not in LONG},
         "like_transformers": None,
         "clean": [row for row in rows if not row["case"]["fault"]],
         "faults": [row for row in rows if row["case"]["fault"]],
     }
-    _write(arguments.json, result)
+    write(arguments.json, result)
     if first["served"]:
         result["like_transformers"] = like_transformers(model, first)
-        _write(arguments.json, result)
+        write(arguments.json, result)
     print("all as it should be" if ok else "NOT as it should be")
     return 0 if ok else 1
-
-
-def _write(path: Path | None, result: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def _chosen(case: Case, text: str) -> bool:
     """Whether a case's name contains `text`, or that of the case that it is to be compared with."""
     return text in replace(case, canary=True).name
-
-
-def like_transformers(folder: Path, served: dict[str, Any]) -> dict[str, int]:
-    """Count the requests whose tokens are what transformers finds the likeliest, by the same weights."""
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(folder).eval()
-    alike = 0
-    for name, tokens in served["tokens"].items():
-        prompt = served["prompts"][name]
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-        alike += logits.argmax(-1).tolist() == tokens
-    return {"requests": len(served["tokens"]), "alike": alike}
 
 
 @dataclass(kw_only=True)
@@ -254,7 +234,7 @@ def _serve_here(case: Case, device: str, out: Path) -> None:
     try:
         result = traffic.serve(asdict(case), device=device, model=out / "model", graph_sizes=GRAPH_SIZES)
         (out / f"{case.name}.json").write_text(json.dumps(result), encoding="utf-8")
-        print(json.dumps({key: value for key, value in result.items() if key not in _LONG}))
+        print(json.dumps({key: value for key, value in result.items() if key not in LONG}))
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -269,15 +249,17 @@ def _judged(case: Case, results: dict[Case, dict[str, Any]]) -> dict[str, Any]:
     watched = results[case]
     if not watched["served"]:
         return {"case": asdict(case), "name": case.name, "ok": False, "failed": ["served"], **watched}
-    checks = (
-        _fault_checks(watched) if case.fault else _clean_checks(case, watched, results[replace(case, canary=False)])
-    )
+    if case.fault:
+        status = watched["status"]
+        checks = fault_checks(watched) | {"healthy": status["status"] == "healthy" and not status["off"]}
+    else:
+        checks = _clean_checks(case, watched, results[replace(case, canary=False)])
     return {
         "case": asdict(case),
         "name": case.name,
         "ok": all(checks.values()),
         "failed": [name for name, held in checks.items() if not held],
-        **{key: value for key, value in watched.items() if key not in ("served", *_LONG)},
+        **{key: value for key, value in watched.items() if key not in ("served", *LONG)},
     }
 
 
@@ -300,23 +282,6 @@ def _clean_checks(case: Case, watched: dict[str, Any], plain: dict[str, Any]) ->
         "evictions": watched["evictions"] > 0,
         "retractions": watched["retracted"] > 0,
         "aborts": watched["aborted"] > 0,
-    }
-
-
-def _fault_checks(watched: dict[str, Any]) -> dict[str, bool]:
-    planted, reports = watched["planted"], watched["reports"]
-    if planted is None:
-        return {"planted": False}
-    places = {tuple(place) for place in planted["places"]}
-    at_head = [r for r in reports if r["tag"].startswith("HEAD") and r["request"] == planted["request"]]
-    seen = {(r["position"], r["slot"]) for r in at_head}
-    return {
-        "found at HEAD": places <= seen,
-        "at once": bool(reports) and {r["step"] for r in reports} == {planted["step"]},
-        "for the reason": all(set(r["reasons"]) & set(planted["reasons"]) for r in reports),
-        # Others may share the place; what stands behind a changed place has another predecessor.
-        "nothing else": all(r["position"] in planted["touched"] for r in reports),
-        "healthy": watched["status"]["status"] == "healthy" and not watched["status"]["off"],
     }
 
 

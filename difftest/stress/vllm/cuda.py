@@ -30,12 +30,11 @@ from typing import Any
 import torch
 
 from kv_canary.commands.facts import facts
+from kv_canary.difftest.stress.gpu_cases import LONG, fault_checks, like_transformers, write
 from kv_canary.difftest.stress.vllm.engine import RUNNERS, VOCABULARY, Runner
 from kv_canary.reports.versions import installed
 
 GRAPH_SIZES = [1, 2, 4, 8]
-# What a result holds for comparison alone.
-_LONG = ("prompts", "tokens")
 # Of what a failed case has said.
 _LINES, _WIDTH = 25, 240
 # Reports that a result keeps.
@@ -133,11 +132,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "clean": [row for row in rows if not row["case"]["fault"]],
         "faults": [row for row in rows if row["case"]["fault"]],
     }
-    _write(arguments.json, result)
+    write(arguments.json, result)
     full = [r for case, r in results.items() if case.dtype == "float32" and r["served"]]
     if full:
         result["like_transformers"] = like_transformers(model, full[0])
-        _write(arguments.json, result)
+        write(arguments.json, result)
     print("all as it should be" if ok else "NOT as it should be")
     return 0 if ok else 1
 
@@ -164,28 +163,9 @@ def save_model(folder: Path) -> Path:
     return folder
 
 
-def _write(path: Path | None, result: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
 def _chosen(case: Case, texts: Sequence[str]) -> bool:
     """Whether a case's name contains one of `texts`, or that of the case that it is to be compared with."""
     return any(text in replace(case, canary=True).name for text in texts)
-
-
-def like_transformers(folder: Path, served: dict[str, Any]) -> dict[str, int]:
-    """Count the requests whose tokens are what transformers finds the likeliest, by the same weights."""
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(folder).eval()
-    alike = 0
-    for name, tokens in served["tokens"].items():
-        prompt = served["prompts"][name]
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-        alike += logits.argmax(-1).tolist() == tokens
-    return {"requests": len(served["tokens"]), "alike": alike}
 
 
 @dataclass(kw_only=True)
@@ -285,7 +265,7 @@ def _serve_here(case: Case, out: Path, limit: float) -> None:
     try:
         result = traffic.serve(asdict(case), model=out / "model", graph_sizes=GRAPH_SIZES)
         (out / f"{case.name}.json").write_text(json.dumps(result), encoding="utf-8")
-        print(json.dumps({key: value for key, value in result.items() if key not in _LONG}))
+        print(json.dumps({key: value for key, value in result.items() if key not in LONG}))
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -300,15 +280,18 @@ def _judged(case: Case, results: dict[Case, dict[str, Any]]) -> dict[str, Any]:
     watched = results[case]
     if not watched["served"]:
         return {"case": asdict(case), "name": case.name, "ok": False, "failed": ["served"], **watched}
-    checks = _checks(case, watched) | (
-        _fault_checks(watched) if case.fault else _clean_checks(watched, results[replace(case, canary=False)])
-    )
+    checks = _checks(case, watched)
+    if case.fault:
+        planted = watched["planted"]
+        checks |= fault_checks(watched) | {"by a graph": planted is not None and planted["by_graph"]}
+    else:
+        checks |= _clean_checks(watched, results[replace(case, canary=False)])
     return {
         "case": asdict(case),
         "name": case.name,
         "ok": all(checks.values()),
         "failed": [name for name, held in checks.items() if not held],
-        **{key: value for key, value in watched.items() if key not in ("served", "reports", *_LONG)},
+        **{key: value for key, value in watched.items() if key not in ("served", "reports", *LONG)},
         "num_reports": len(watched["reports"]),
         "reports": watched["reports"][:_REPORTS],
     }
@@ -346,23 +329,6 @@ def _clean_checks(watched: dict[str, Any], plain: dict[str, Any]) -> dict[str, b
         "evictions": watched["evictions"] > 0,
         "preemptions": watched["preempted"] > 0,
         "aborts": watched["aborted"] > 0,
-    }
-
-
-def _fault_checks(watched: dict[str, Any]) -> dict[str, bool]:
-    planted, reports = watched["planted"], watched["reports"]
-    if planted is None:
-        return {"planted": False}
-    places = {tuple(place) for place in planted["places"]}
-    at_head = [r for r in reports if r["tag"].startswith("HEAD") and r["request"] == planted["request"]]
-    seen = {(r["position"], r["slot"]) for r in at_head}
-    return {
-        "by a graph": planted["by_graph"],
-        "found at HEAD": places <= seen,
-        "at once": bool(reports) and {r["step"] for r in reports} == {planted["step"]},
-        "for the reason": all(set(r["reasons"]) & set(planted["reasons"]) for r in reports),
-        # Others may share the place; what stands behind a changed place has another predecessor.
-        "nothing else": all(r["position"] in planted["touched"] for r in reports),
     }
 
 

@@ -1,0 +1,50 @@
+"""The cases of a proof on a GPU, as their results are written, compared and held against what was planted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# What a case's result holds for comparison alone.
+LONG = ("prompts", "tokens")
+
+
+def write(path: Path | None, result: Mapping[str, Any]) -> None:
+    """Write a result, if there is a file for it."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def like_transformers(folder: Path, served: Mapping[str, Any]) -> dict[str, int]:
+    """Count the requests whose tokens are what transformers finds the likeliest, by the same weights."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    alike = 0
+    for name, tokens in served["tokens"].items():
+        prompt = served["prompts"][name]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        alike += logits.argmax(-1).tolist() == tokens
+    return {"requests": len(served["tokens"]), "alike": alike}
+
+
+def fault_checks(watched: Mapping[str, Any]) -> dict[str, bool]:
+    """Return what has to hold where something was planted for one forward: where, when and why it was found."""
+    planted, reports = watched["planted"], watched["reports"]
+    if planted is None:
+        return {"planted": False}
+    places = {tuple(place) for place in planted["places"]}
+    at_head = [r for r in reports if r["tag"].startswith("HEAD") and r["request"] == planted["request"]]
+    seen = {(r["position"], r["slot"]) for r in at_head}
+    return {
+        "found at HEAD": places <= seen,
+        "at once": bool(reports) and {r["step"] for r in reports} == {planted["step"]},
+        "for the reason": all(set(r["reasons"]) & set(planted["reasons"]) for r in reports),
+        # Others may share the place; what stands behind a changed place has another predecessor.
+        "nothing else": all(r["position"] in planted["touched"] for r in reports),
+    }
