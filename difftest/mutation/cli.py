@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from kv_canary.difftest.campaign import CampaignResult
     from kv_canary.difftest.mutation.mutants import Mutant
     from kv_canary.difftest.mutation.planted import PlantedBug
+    from kv_canary.difftest.mutation.pool import Verdict
     from kv_canary.difftest.mutation.run import MutantResult, MutationReport
     from kv_canary.difftest.mutation.score import Score
 
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 @click.option("--sample", type=click.IntRange(1), help="Run only so many mutants, chosen by --seed.")
 @seed_option("Of the generated calls and of the sample.")
 @device_option("Where Triton runs; cpu: in its interpreter. On a GPU every mutant is compiled anew.")
-@json_option("Write every mutant's fate here.")
+@json_option("Write every mutant's fate here, beside those that are there of this code, which do not run again.")
 @commit_option(default="unknown")
 @click.option("--list", "list_only", is_flag=True, help="Print the mutants and run none.")
 def mutants(
@@ -72,7 +74,7 @@ def mutants(
     equivalent: nothing can tell it apart; then it belongs into difftest/mutation/equivalent_mutants.toml, with the
     reason.
 
-    Ctrl-C ends the run and loses nothing: what was reached is reported, and written.
+    Ctrl-C ends the run and loses nothing: what was reached is reported, and written, and the same command goes on.
 
     Exit codes: 0 all killed or equivalent; 1 a mutant survived, or one listed as equivalent was killed; 2 misuse, an
     interrupted run, or an entry of the list that fits no mutant any more.
@@ -92,7 +94,7 @@ def mutants(
         from rich.console import Console
 
         from kv_canary.difftest.mutation.mutants import make_mutants
-        from kv_canary.difftest.mutation.overlay import runtime_files, source_files
+        from kv_canary.difftest.mutation.overlay import is_runtime, runtime_files, source_files
         from kv_canary.difftest.mutation.run import run_mutants
     except ModuleNotFoundError as error:
         raise click.UsageError(f"mutants need: pip install 'kv-canary[triton,difftest]' ({error})") from error
@@ -105,6 +107,10 @@ def mutants(
                 console.print(f"{mutant.id}  line {mutant.line}  {mutant.kind.value}", markup=False, highlight=False)
                 console.print(f"  - {mutant.before}\n  + {mutant.after}", markup=False, highlight=False, soft_wrap=True)
             return
+        # `timeout` and CI end what takes too long so; it is Ctrl-C to the run.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        kinds = {"runtime_mutants" if is_runtime(file) else "mutants" for file in chosen}
+        setting = {"sources": _sources(kinds), "examples_per_op": examples, "seed": seed}
         with _progress(console) as on_progress:
             report = run_mutants(
                 jobs=jobs,
@@ -114,6 +120,7 @@ def mutants(
                 sample=sample,
                 seed=seed,
                 device=device,
+                known=verdicts_of(json_path, setting),
                 on_progress=on_progress,
             )
     except ValueError as error:
@@ -122,9 +129,7 @@ def mutants(
         raise click.ClickException(str(error)) from error
     show_report(console, report)
     if json_path is not None:
-        from kv_canary.commands.evidence import digests
-
-        facts = {**report.as_dict(commit=commit), "sources": digests("mutants")}
+        facts = {**report.as_dict(commit=commit), **setting}
         json_path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     raise SystemExit(2 if report.not_run else 0 if report.passed else 1)
 
@@ -138,6 +143,29 @@ def survivors_of(path: Path) -> frozenset[str]:
         from kv_canary.errors import must_be
 
         raise ValueError(must_be("difftest", "survivors", "a result of --json", f"{path} ({error})")) from error
+
+
+def verdicts_of(path: Path | None, setting: Mapping[str, Any]) -> dict[str, Verdict]:
+    """Return the verdicts in a result, by the mutant's id; none where it is not there, or of another setting.
+
+    Args:
+        setting: the digests of the code, and what the calls were drawn by.
+    """
+    from kv_canary.difftest.mutation.pool import Verdict
+
+    if path is None or not path.exists():
+        return {}
+    told = json.loads(path.read_text(encoding="utf-8"))
+    if any(told.get(name) != value for name, value in setting.items()):
+        return {}
+    return {mutant["id"]: Verdict(**(mutant["killed_by"] or {})) for mutant in told["mutants"]}
+
+
+def _sources(kinds: Iterable[str]) -> dict[str, str]:
+    """Return the digests of what these kinds of mutants rest on."""
+    from kv_canary.commands.evidence import digests
+
+    return {source: told for kind in sorted(kinds) for source, told in digests(kind).items()}
 
 
 @contextmanager

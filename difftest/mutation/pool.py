@@ -9,6 +9,7 @@ import faulthandler
 import multiprocessing
 import os
 import shutil
+import signal
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -213,6 +214,9 @@ def _serve(
 ) -> None:
     """Load the changed source in a child, then check call after call until one finds it."""
     _be_quiet_and_modest()
+    # What ends the run ends it in the parent, which kills this process: here it would look like a crash of the mutant.
+    for end in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(end, signal.SIG_IGN)
     os.environ["TRITON_CACHE_DIR"] = str(folder / "compiled")
     op, case = "", -1
     try:

@@ -59,8 +59,13 @@ class MutantResult:
     detail: str = ""
     reason: str = ""
 
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict of the process that ran it."""
+        return Verdict(outcome=self.outcome, op=self.op, case=self.case, detail=self.detail)
+
     def as_dict(self) -> dict[str, Any]:
-        killed_by = {"outcome": self.outcome, "op": self.op, "case": self.case, "detail": self.detail}
+        killed_by = dataclasses.asdict(self.verdict)
         return {
             **{name: getattr(self.mutant, name) for name in ("id", "file", "function", "line", "before", "after")},
             "kind": self.mutant.kind.value,
@@ -125,6 +130,7 @@ def run_mutants(
     sample: int | None = None,
     seed: int = 0,
     device: str = "cpu",
+    known: Mapping[str, Verdict] | None = None,
     on_progress: Progress | None = None,
 ) -> MutationReport:
     """Run mutants of `files`, or of every kernel, reference and source of the runtime, and report each one's fate.
@@ -138,6 +144,8 @@ def run_mutants(
         sample: run only so many, chosen by `seed`.
         seed: of the drawn calls and of the sample.
         device: where Triton runs, "cpu" (its interpreter) or "cuda".
+        known: verdicts that an earlier run of this code reached, by the mutant's id: these mutants do not run again,
+            and are in the report, chosen or not; those of `ids` do.
         on_progress: called with each result, how many there are now and how many there will be.
 
     Raises:
@@ -152,15 +160,18 @@ def run_mutants(
         quicken()
     began = time.monotonic()
     reasons = equivalent_reasons(read_equivalents())
-    mutants = make_mutants(files or [*source_files(), *runtime_files()])
-    if ids is not None:
-        mutants = [mutant for mutant in mutants if mutant.id in ids]
-    if sample is not None and sample < len(mutants):
-        chosen = set(random.Random(seed).sample(range(len(mutants)), sample))
-        mutants = [mutant for i, mutant in enumerate(mutants) if i in chosen]
-    run_files = list(dict.fromkeys(mutant.file for mutant in mutants if not is_runtime(mutant.file)))
-    runtime = [mutant for mutant in mutants if is_runtime(mutant.file)]
-    results: dict[str, MutantResult] = {}
+    every = [*source_files(), *runtime_files()]
+    chosen = [mutant for mutant in make_mutants(files or every) if ids is None or mutant.id in ids]
+    if sample is not None and sample < len(chosen):
+        chosen = random.Random(seed).sample(chosen, sample)
+    known = {id: verdict for id, verdict in (known or {}).items() if ids is None or id not in ids}
+    told = {*(mutant.id for mutant in chosen), *known}
+    in_files = [file for file in every if any(id.startswith(f"{file}:") for id in told)]
+    mutants = [mutant for mutant in make_mutants(in_files) if mutant.id in told]
+    results = {m.id: _result(m, known[m.id], reasons) for m in mutants if m.id in known}
+    waiting = [mutant for mutant in mutants if mutant.id not in results]
+    run_files = list(dict.fromkeys(mutant.file for mutant in waiting if not is_runtime(mutant.file)))
+    runtime = [mutant for mutant in waiting if is_runtime(mutant.file)]
 
     def receive(mutant: Mutant, verdict: Verdict) -> None:
         results[mutant.id] = _result(mutant, verdict, reasons)
@@ -176,7 +187,7 @@ def run_mutants(
         pool.check_itself(run_files)
         sources = (
             Source(key=m, file=m.file, text=m.text, most=FEW_CALLS if m.id in reasons else None)
-            for m in mutants
+            for m in waiting
             if not is_runtime(m.file)
         )
         pool.run(sources, receive)

@@ -86,7 +86,12 @@ KINDS = {
     "mutants": Evidence(
         files=("mutants.json",),
         sources=(*GENERATED, "difftest/corpus", "difftest/mutation"),
-        command="kv-canary difftest mutants --json bench/results/mutants.json",
+        command="kv-canary difftest mutants --part kernels --part reference --json bench/results/mutants.json",
+    ),
+    "runtime_mutants": Evidence(
+        files=("runtime_mutants.json",),
+        sources=(*RUNTIME, "kv_canary/engines", "difftest/mutation"),
+        command="kv-canary difftest mutants --part kv_canary --sample 300 --json bench/results/runtime_mutants.json",
     ),
     "difftest": Evidence(
         files=("h200_difftest.json",), sources=GENERATED, command="pytest tests/difftest --device cuda --evidence FILE"

@@ -228,6 +228,28 @@ def test_a_run_tells_what_became_of_every_mutant() -> None:
         assert (told["killed_by"] is not None) == (told["status"] == "killed")
 
 
+def test_a_run_goes_on_where_one_of_the_same_code_ended(tmp_path: Path) -> None:
+    path = tmp_path / "mutants.json"
+    options = ["--file", "reference/retire.py", "--examples", "6", "--jobs", "1", "--json", str(path)]
+    CliRunner().invoke(mutants_command, [*options, "--sample", "2"])
+    first = json.loads(path.read_text())
+    assert first["total"] == 2
+    # What is there does not run again: a wrong verdict stays.
+    first["mutants"][0]["killed_by"] = {"outcome": "HUNG", "op": "retire", "case": 7, "detail": "told"}
+    path.write_text(json.dumps(first))
+    CliRunner().invoke(mutants_command, [*options, "--sample", "3"])
+    second = json.loads(path.read_text())
+    assert second["total"] >= 3
+    assert {"outcome": "HUNG", "op": "retire", "case": 7, "detail": "told"} in [
+        m["killed_by"] for m in second["mutants"]
+    ]
+    # Of other code nothing stays.
+    second["sources"]["kernels"] = "0" * 16
+    path.write_text(json.dumps(second))
+    CliRunner().invoke(mutants_command, [*options, "--sample", "1"])
+    assert json.loads(path.read_text())["total"] == 1
+
+
 def test_an_interrupted_run_reports_what_it_reached() -> None:
     def interrupt(result: MutantResult, done: int, total: int) -> None:
         if done == 2:
