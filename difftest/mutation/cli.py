@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -107,11 +108,15 @@ def mutants(
                 console.print(f"{mutant.id}  line {mutant.line}  {mutant.kind.value}", markup=False, highlight=False)
                 console.print(f"  - {mutant.before}\n  + {mutant.after}", markup=False, highlight=False, soft_wrap=True)
             return
-        # `timeout` and CI end what takes too long so; it is Ctrl-C to the run.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
         kinds = {"runtime_mutants" if is_runtime(file) else "mutants" for file in chosen}
         setting = {"sources": _sources(kinds), "examples_per_op": examples, "seed": seed}
-        with _progress(console) as on_progress:
+
+        def keep(report: MutationReport) -> None:
+            if json_path is not None:
+                facts = {**report.as_dict(commit=commit), **setting}
+                json_path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+        with until_ended() as is_ended, shown_progress(console, is_ended) as on_progress:
             report = run_mutants(
                 jobs=jobs,
                 examples=examples,
@@ -122,15 +127,14 @@ def mutants(
                 device=device,
                 known=verdicts_of(json_path, setting),
                 on_progress=on_progress,
+                keep=keep,
             )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     except RuntimeError as error:
         raise click.ClickException(str(error)) from error
     show_report(console, report)
-    if json_path is not None:
-        facts = {**report.as_dict(commit=commit), **setting}
-        json_path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    keep(report)
     raise SystemExit(2 if report.not_run else 0 if report.passed else 1)
 
 
@@ -169,8 +173,30 @@ def _sources(kinds: Iterable[str]) -> dict[str, str]:
 
 
 @contextmanager
-def _progress(console: Console) -> Iterator[Callable[[MutantResult, int, int], None]]:
-    """Show how far a run is."""
+def until_ended() -> Iterator[Callable[[], bool]]:
+    """Take what `timeout` and CI send for Ctrl-C, and yield what says whether either came.
+
+    Python drops an exception that is raised in the hooks of a fork, and this run forks all the time.
+    """
+    ended = threading.Event()
+
+    def end(number: int, frame: Any) -> None:
+        ended.set()
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield ended.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def shown_progress(
+    console: Console, is_ended: Callable[[], bool]
+) -> Iterator[Callable[[MutantResult, int, int], None]]:
+    """Show how far a run is, until it is ended."""
     # Without its own thread: the run forks, and a lock that a thread holds then stays held in the child.
     with progress_bar(console, "bar count elapsed what", auto_refresh=False) as progress:
         task = progress.add_task("drawing calls", total=None)
@@ -183,6 +209,8 @@ def _progress(console: Console) -> Iterator[Callable[[MutantResult, int, int], N
                 told = f"survived: {result.mutant.id}" if result.status == "survived" else ""
                 console.print(f"{done} of {total}, {survived} survived {told}", markup=False, highlight=False)
             progress.update(task, total=total, completed=done, description=f"{survived} survived", refresh=True)
+            if is_ended():
+                raise KeyboardInterrupt
 
         progress.refresh()
         yield on_progress

@@ -119,6 +119,8 @@ class MutationReport:
 
 
 Progress = Callable[[MutantResult, int, int], None]
+# Results from one call of `keep` to the next.
+KEPT_EVERY = 25
 
 
 def run_mutants(
@@ -132,6 +134,7 @@ def run_mutants(
     device: str = "cpu",
     known: Mapping[str, Verdict] | None = None,
     on_progress: Progress | None = None,
+    keep: Callable[[MutationReport], None] | None = None,
 ) -> MutationReport:
     """Run mutants of `files`, or of every kernel, reference and source of the runtime, and report each one's fate.
 
@@ -147,6 +150,7 @@ def run_mutants(
         known: verdicts that an earlier run of this code reached, by the mutant's id: these mutants do not run again,
             and are in the report, chosen or not; those of `ids` do.
         on_progress: called with each result, how many there are now and how many there will be.
+        keep: called every now and then with what there is.
 
     Raises:
         ValueError: a file is unknown, an entry of `equivalent_mutants.toml` fits no mutant, or Triton cannot run.
@@ -173,8 +177,23 @@ def run_mutants(
     run_files = list(dict.fromkeys(mutant.file for mutant in waiting if not is_runtime(mutant.file)))
     runtime = [mutant for mutant in waiting if is_runtime(mutant.file)]
 
+    def report() -> MutationReport:
+        ordered = tuple(results[mutant.id] for mutant in mutants if mutant.id in results)
+        return MutationReport(
+            results=ordered,
+            refuted=tuple(r for r in ordered if r.status == MutantStatus.KILLED and r.mutant.id in reasons),
+            examples=examples,
+            seed=seed,
+            device="cpu, Triton interpreter" if device == "cpu" else torch.cuda.get_device_name(),
+            seconds=time.monotonic() - began,
+            versions=versions(),
+            not_run=len(mutants) - len(ordered),
+        )
+
     def receive(mutant: Mutant, verdict: Verdict) -> None:
         results[mutant.id] = _result(mutant, verdict, reasons)
+        if keep is not None and len(results) % KEPT_EVERY == 0:
+            keep(report())
         if on_progress is not None:
             on_progress(results[mutant.id], len(results), len(mutants))
 
@@ -193,17 +212,7 @@ def run_mutants(
         pool.run(sources, receive)
         if runtime:
             run_runtime_mutants(runtime, line_map(jobs=jobs), jobs=jobs, on_verdict=receive, again=ids is not None)
-    ordered = tuple(results[mutant.id] for mutant in mutants if mutant.id in results)
-    return MutationReport(
-        results=ordered,
-        refuted=tuple(r for r in ordered if r.status == MutantStatus.KILLED and r.mutant.id in reasons),
-        examples=examples,
-        seed=seed,
-        device="cpu, Triton interpreter" if device == "cpu" else torch.cuda.get_device_name(),
-        seconds=time.monotonic() - began,
-        versions=versions(),
-        not_run=len(mutants) - len(ordered),
-    )
+    return report()
 
 
 def read_equivalents(path: Path = EQUIVALENT_MUTANTS) -> list[dict[str, str]]:

@@ -8,21 +8,24 @@ import inspect
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from rich.console import Console
 
 from kv_canary.backends import implementation, interpreting
 from kv_canary.constants import OWNER_MASK
 from kv_canary.difftest.mutation import pool as mutation_pool
 from kv_canary.difftest.mutation import run as mutation_run
 from kv_canary.difftest.mutation.cli import mutants as mutants_command
-from kv_canary.difftest.mutation.cli import survivors_of
+from kv_canary.difftest.mutation.cli import shown_progress, survivors_of, until_ended
 from kv_canary.difftest.mutation.mutants import make_mutants, mutants_of
 from kv_canary.difftest.mutation.overlay import ROOT, overlaid, reached_ops, read_source, source_files
 from kv_canary.difftest.mutation.planted import PLANTED_BUGS, find_planted, plant, planted, planted_source
@@ -382,6 +385,19 @@ def test_mutants_of_the_runtime_are_judged_by_the_tests_of_their_lines() -> None
     assert verdicts[killed.id].outcome == "RAISED"
     assert "test_rows.py" in verdicts[killed.id].detail
     assert verdicts[harmless.id] == verdicts[unknown.id] == Verdict()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_a_hook_swallowed_ends_the_run_all_the_same(number: signal.Signals) -> None:
+    [mutant] = make_mutants(["reference/retire.py"])[:1]
+    result = MutantResult(mutant=mutant, status=MutantStatus.KILLED)
+    with until_ended() as is_ended, shown_progress(Console(quiet=True), is_ended) as on_progress:
+        on_progress(result, 1, 9)
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+        with pytest.raises(KeyboardInterrupt):
+            on_progress(result, 2, 9)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_survivors_are_run_again_with_every_test_of_their_lines(tmp_path: Path) -> None:
