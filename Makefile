@@ -52,7 +52,7 @@ test-tf517: .venv-tf517/.stamp ## the adapter's tests with the oldest transforme
 	.venv-tf517/bin/pytest -n 2 --benchmark-disable -m 'not long' tests/engines
 
 test-sglang: .venv-sglang/.stamp ## the adapter in SGLang's own engine, on the CPU, in .venv-sglang
-	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest -n 2 --dist worksteal -m 'not long' tests/sglang
+	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest -n 2 --dist loadgroup -m 'not long' tests/sglang
 
 test-vllm: .venv-vllm/.stamp ## the adapter in vLLM's own engine, on the CPU, in .venv-vllm
 	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest -n 2 --dist worksteal -m 'not long' tests/vllm

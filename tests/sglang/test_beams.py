@@ -283,6 +283,7 @@ def without(llama) -> EngineRun:
     return run_engine(llama, [ROUND, ROUND])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["log", "raise"])
 def test_a_whole_engine_serves_searches_with_the_canary_on(llama, without, mode):
     run = run_engine(llama, [ROUND, ROUND], env={"KV_CANARY_MODE": mode, **ALL_ON})
@@ -294,6 +295,7 @@ def test_a_whole_engine_serves_searches_with_the_canary_on(llama, without, mode)
     assert state["positions_verified"] == state["positions_relied_on"] > 2 * 13 * (40 + 3 * 50 + 70 + 2 * 30 + 90)
 
 
+@pytest.mark.long
 def test_a_whole_engine_and_its_canary_go_on_through_unknown_forwards_and_failures(llama, without):
     """Some forwards have no lengths, the canary fails now and then; and a fault that is planted late is found."""
     trouble = {"KV_CANARY_MODE": "log", "SGLANG_ON_CPU": "troubled_canary"}

@@ -16,13 +16,29 @@ from .engine_process import Round, run_engine
 LENGTHS = (3, 15, 16, 17, 64, 65, 128, 150)
 
 
-@pytest.fixture(params=["llama", "mellum"])
-def model(request):
-    """Folders of models: one whose layers are all full, and one most of whose layers slide."""
-    return request.getfixturevalue(request.param)
+# Of the settings with a model whose layers slide, which is slower, those that hold the others' parts.
+SLIDING = ("plain", "overlap, page 16")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+def models_in(*variants: str) -> pytest.MarkDecorator:
+    """Parametrize a test by model, one whose layers are all full and one most of whose layers slide, and variant."""
+    return pytest.mark.parametrize(
+        ("kind", "variant"),
+        [
+            pytest.param(kind, variant, marks=[pytest.mark.long] if kind == "mellum" and variant not in SLIDING else [])
+            for kind in ("llama", "mellum")
+            for variant in variants
+        ],
+    )
+
+
+@pytest.fixture
+def model(request, kind):
+    """The folder of a model."""
+    return request.getfixturevalue(kind)
+
+
+@models_in(*VARIANTS)
 def test_chunked_prefills_and_prefix_hits_are_clean(model, variant):
     def scenario(run: Run) -> None:
         prompts = [run.tokens(n) for n in LENGTHS]
@@ -40,7 +56,7 @@ def test_chunked_prefills_and_prefix_hits_are_clean(model, variant):
     assert run.modes["EXTEND"] + run.modes["MIXED"] > 10
 
 
-@pytest.mark.parametrize("variant", ["plain", "page 16", "overlap, page 16"])
+@models_in("plain", "page 16", "overlap, page 16")
 def test_prompts_of_whole_pages_are_clean(model, variant):
     def scenario(run: Run) -> None:
         longest = run.tokens(96)
@@ -51,7 +67,7 @@ def test_prompts_of_whole_pages_are_clean(model, variant):
     assert sum(req.cached_tokens for req in run.reqs) > 500
 
 
-@pytest.mark.parametrize("variant", ["plain", "overlap, page 16"])
+@models_in("plain", "overlap, page 16")
 def test_going_back_to_an_earlier_prompt_is_clean(model, variant):
     def scenario(run: Run) -> None:
         a, b = run.tokens(70), run.tokens(70)
@@ -61,7 +77,7 @@ def test_going_back_to_an_earlier_prompt_is_clean(model, variant):
     run_clean(model, scenario, **VARIANTS[variant])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@models_in(*VARIANTS)
 def test_eviction_from_a_tight_pool_is_clean(model, variant):
     def scenario(run: Run) -> None:
         prompts = [run.tokens(n) for n in LENGTHS]
@@ -73,7 +89,7 @@ def test_eviction_from_a_tight_pool_is_clean(model, variant):
     assert sum(req.cached_tokens for req in run.reqs[8:]) < 2 * sum(LENGTHS) - 200
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@models_in(*VARIANTS)
 def test_retraction_is_clean(model, variant):
     def scenario(run: Run) -> None:
         prompts = [run.tokens(20) for _ in range(8)]
@@ -87,7 +103,7 @@ def test_retraction_is_clean(model, variant):
     assert sum(req.retraction_count for req in run.reqs) > 0
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@models_in(*VARIANTS)
 def test_aborts_in_mid_flight_are_clean(model, variant):
     def scenario(run: Run) -> None:
         prompts = [run.tokens(n) for n in (150, 20, 100, 64)]
@@ -111,7 +127,7 @@ def test_aborts_in_mid_flight_are_clean(model, variant):
     assert {0, 25} < {len(req.output_ids) for req in run.reqs}
 
 
-@pytest.mark.parametrize("variant", ["plain", "overlap, page 16"])
+@models_in("plain", "overlap, page 16")
 def test_flushing_the_cache_is_clean(model, variant):
     def scenario(run: Run) -> None:
         prompts = [run.tokens(n) for n in LENGTHS]
@@ -139,7 +155,7 @@ def test_no_prefix_cache_is_clean(llama, variant):
     assert all(req.cached_tokens == 0 for req in run.reqs)
 
 
-@pytest.mark.parametrize("variant", ["plain", "overlap"])
+@models_in("plain", "overlap")
 def test_sampled_tokens_and_stops_are_clean(model, variant):
     def scenario(run: Run) -> None:
         prompts = [run.tokens(n) for n in LENGTHS]
@@ -154,7 +170,7 @@ def test_sampled_tokens_and_stops_are_clean(model, variant):
     assert len({len(req.output_ids) for req in run.reqs}) > 5
 
 
-@pytest.mark.parametrize("variant", ["plain", "overlap, page 16"])
+@models_in("plain", "overlap, page 16")
 def test_the_canary_changes_no_output(model, variant, monkeypatch):
     def served(run: Run) -> None:
         shared = run.tokens(40)

@@ -91,6 +91,7 @@ def test_requests_come_and_go_while_it_runs(llama):
     assert engine.outputs(reqs[1:]) == engine.greedy(llama, PROMPTS[1:2], 5)
 
 
+@pytest.mark.long
 def test_an_engine_of_processes_is_greedy(llama):
     run = run_engine(llama, [Round(prompts=PROMPTS, new_tokens=NEW_TOKENS)] * 2, page_size=16)
     assert run.outputs == [engine.greedy(llama, PROMPTS, NEW_TOKENS)] * 2
