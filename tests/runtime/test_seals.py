@@ -57,6 +57,34 @@ def test_a_bit_that_is_never_sampled_is_found(backend: str) -> None:
     assert "the K/V bytes changed after they were written" in report.cause
 
 
+@pytest.mark.parametrize("first", ["HEAD", "seal"])
+def test_what_head_and_a_seal_find_of_one_damage_is_one_incident(first: str) -> None:
+    engine = sealed_engine()
+    a = engine.add("a", 40)
+    engine.step((a, 9))
+    source = engine.groups[0].pool.k_source
+    assert source is not None
+    slots = slots_of(engine, a, 2, 6)
+    # Whole rows of four tokens.
+    for layer in source.layers:
+        layer.view(-1, source.bytes_per_token)[slots] ^= 255
+    if first == "seal":
+        engine.manager.scrub()
+    engine.step((a, 1))
+    engine.manager.scrub()
+    engine.manager.flush()
+    (incident,) = engine.manager.incidents
+    assert incident.positions == ((2, 5),)
+    assert {"K", "SEAL_K"} == set(incident.reasons)
+    assert {"HEAD_FULL", "SWEEP_FULL"} <= set(incident.tags)
+    assert incident.requests == ("a",)
+    # Another damage is another incident.
+    damage(engine, "V", int(slots_of(engine, a, 8, 9)), layer=0, byte=3)
+    engine.manager.scrub()
+    engine.manager.flush()
+    assert len(engine.manager.incidents) == 2
+
+
 @pytest.mark.parametrize(("width", "per_band", "place"), [(2560, 1, "layer 4"), (2000, 2, "layer 4 to layer 5")])
 def test_layers_are_told_apart_as_far_as_there_is_room(width: int, per_band: int, place: str) -> None:
     k, v = (kv_source(64, width, layers=6, read_bytes=1) for _ in range(2))
