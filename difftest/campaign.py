@@ -14,6 +14,7 @@ import os
 import queue
 import re
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -230,9 +231,20 @@ class _Over(KeyboardInterrupt):
 class _Job:
     """A process of a campaign: what it has run, what it knows, and how it tells."""
 
-    def __init__(self, campaign: Campaign, index: int, generation: int, start: float, events: Any, stop: Event) -> None:
+    def __init__(
+        self,
+        campaign: Campaign,
+        index: int,
+        generation: int,
+        start: float,
+        events: Any,
+        stop: Event,
+        *,
+        is_ended: Callable[[], bool] = lambda: False,
+    ) -> None:
         from kv_canary.difftest.databases import open_database
 
+        self.is_ended = is_ended
         self.campaign, self.index, self.generation, self.events, self.stop = campaign, index, generation, events, stop
         # The monotonic clock is the machine's: what the campaign read is comparable here.
         self.start = start
@@ -253,10 +265,13 @@ class _Job:
     def run(self) -> None:
         targets = self.campaign.all_targets()
         if self.campaign.examples is not None:
-            for number, target in enumerate(targets):
-                if number % self.campaign.jobs == self.index:
-                    for batch in range(-(-self.campaign.examples // ROUND_EXAMPLES)):
-                        self.round(target, batch, min(ROUND_EXAMPLES, self.campaign.examples))
+            left = [
+                (target, batch, min(ROUND_EXAMPLES, self.campaign.examples - batch * ROUND_EXAMPLES))
+                for batch in range(-(-self.campaign.examples // ROUND_EXAMPLES))
+                for target in targets
+            ]
+            for target, batch, examples in left[self.index :: self.campaign.jobs]:
+                self.round(target, batch, examples)
             return
         for number in itertools.count():
             self.round(targets[(number + self.index) % len(targets)], number, ROUND_EXAMPLES)
@@ -309,6 +324,9 @@ class _Job:
         if hunt is None or mismatch.signature in self.known:
             return False
         if hunt.signature is None:
+            if self.is_ended():
+                # What ends a campaign may end compilers first, in the same group of processes: that is no finding.
+                raise _Over
             hunt.signature, hunt.since = mismatch.signature, time.monotonic()
             hunt.cases_before, hunt.found_after_s = self.cases, hunt.since - self.start
         if mismatch.signature != hunt.signature:
@@ -367,7 +385,8 @@ class _Job:
             return True
 
         try:
-            if hunt.mismatch is not None and hunt.mismatch.backend == "triton":
+            # What does not fail again is kept as it was drawn.
+            if hunt.mismatch is not None and hunt.mismatch.backend == "triton" and still_fails(hunt.case):
                 minimize(spec, hunt.case, still_fails)
         except _Over:
             pass
@@ -417,13 +436,14 @@ def _file_name(mismatch: Mismatch) -> str:
 
 
 def _job(campaign: Campaign, index: int, generation: int, start: float, events: Any, stop: Event) -> None:
-    # They are for the process that started us.
+    # They are for the process that started us; here they only say that all of this is being ended.
+    ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: ended.set())
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     prepare("cpu")
     import_all(campaign.imports)
-    job = _Job(campaign, index, generation, start, events, stop)
+    job = _Job(campaign, index, generation, start, events, stop, is_ended=ended.is_set)
     try:
         job.run()
     except _Over:
