@@ -43,10 +43,11 @@ check: .venv/.stamp ## lint, formatting, types
 test: check ## check, then the tests, Triton in its interpreter
 	.venv/bin/pytest -n 2 --dist worksteal --benchmark-disable --examples 30 -m 'not tf517 and not long' --ignore tests/sglang --ignore tests/vllm
 
-test-long: .venv/.stamp .venv-sglang/.stamp ## the tests that take long, SGLang's too
+test-long: .venv/.stamp .venv-sglang/.stamp .venv-vllm/.stamp ## the tests that take long, SGLang's and vLLM's too
 	.venv/bin/pytest -n 2 --benchmark-disable -m 'long and not tf517' --ignore tests/sglang --ignore tests/vllm
 	.venv/bin/pytest -n 2 --examples 400 tests/difftest/test_every_op.py tests/difftest/test_naive.py
-	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest -n 2 --dist worksteal -m long tests/sglang
+	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest -n 2 --dist loadgroup -m long tests/sglang
+	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest -n 2 --dist worksteal -m long tests/vllm
 
 test-tf517: .venv-tf517/.stamp ## the adapter's tests with the oldest transformers, in .venv-tf517
 	.venv-tf517/bin/pytest -n 2 --benchmark-disable -m 'not long' tests/engines

@@ -75,7 +75,9 @@ def test_a_canary_that_fails_everywhere_changes_nothing(
         assert after.violations == 0
 
 
-@pytest.mark.parametrize(("runner", "drafted"), [("V1", False), ("V2", False), ("V1", True)])
+@pytest.mark.parametrize(
+    ("runner", "drafted"), [pytest.param("V1", False, marks=pytest.mark.long), ("V2", False), ("V1", True)]
+)
 def test_one_failure_in_the_midst_of_requests_makes_no_false_alarm(
     model: Model, without: dict[str, list[int]], runner: Runner, drafted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

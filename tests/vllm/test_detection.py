@@ -46,15 +46,25 @@ def test_the_kept_churn_was_silent() -> None:
     assert churn["positions_verified"] == churn["positions_relied_on"]
 
 
-@pytest.mark.parametrize("runner", ["V1", pytest.param("V2", marks=pytest.mark.long)])
-def test_a_few_faults_are_found_and_nothing_is_reported_without_one(runner: Any) -> None:
-    names = ("blocks swapped", "handed out twice", "write dropped", "a drafter's layer, cached")
+@pytest.mark.parametrize(
+    ("runner", "names"),
+    [
+        ("V1", ("handed out twice", "write dropped")),
+        *(
+            pytest.param(
+                runner, ("blocks swapped", "write dropped", "a drafter's layer, cached"), marks=pytest.mark.long
+            )
+            for runner in ("V1", "V2")
+        ),
+    ],
+)
+def test_a_few_faults_are_found_and_nothing_is_reported_without_one(runner: Any, names: tuple[str, ...]) -> None:
     chosen = [f for f in KNOWN if f.name in names]
     rows = campaign([*{healthy(chosen[0]).name: healthy(chosen[0])}.values(), *chosen], [0], runners=[runner])
     assert [f"{row['fault']}: {text}" for row in rows for text in objections(row)] == []
     assert [row["fault"] for row in rows[1:]] == list(names)
     # A drafter's KV changes no text: its guesses are only accepted where they are right.
-    assert [row["wrong_text"] for row in rows if row["fault"] == "a drafter's layer, cached"] == [0]
+    assert {row["wrong_text"] for row in rows if row["fault"] == "a drafter's layer, cached"} <= {0}
 
 
 @pytest.mark.long

@@ -119,7 +119,11 @@ def serve(model: str, life: Life, canary: Mapping[str, str] | None) -> tuple[dic
         return engine.outputs, seen, session.manager.summary()
 
 
-@pytest.mark.parametrize("name", LIVES)
+# Lives whose parts come together in others.
+LONG = ("V1, a draft model", "V2, windows")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] if n in LONG else []) for n in LIVES])
 def test_a_healthy_life_is_silent_and_generates_the_same(model: Model, name: str, monkeypatch) -> None:
     from kv_canary.engines.vllm.blocks import Blocks
     from kv_canary.runtime.forward import SingleForwardManager
