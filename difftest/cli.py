@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -453,6 +452,7 @@ def _campaign(
 
     from kv_canary.difftest import console as shown
     from kv_canary.difftest.campaign import Campaign, run_campaign
+    from kv_canary.difftest.ending import until_ended
     from kv_canary.difftest.worker import import_all, prepare
 
     try:
@@ -460,19 +460,19 @@ def _campaign(
         import_all(options["imports"])
         campaign = Campaign(targets=ops, **options)
         console = Console()
-        # `timeout` and CI end what takes too long so; it is Ctrl-C to the campaign.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with shown.live_progress(console, campaign) as on_change:
-            result = run_campaign(campaign, on_change=on_change)
+        with until_ended():
+            with shown.live_progress(console, campaign) as on_change:
+                result = run_campaign(campaign, on_change=on_change)
+            lines = {
+                str(f.file): replay_line(f.file, imports=campaign.imports, device=campaign.device, plant=campaign.plant)
+                for f in result.findings.values()
+            }
+            shown.show_campaign(console, campaign, result, lines, all_pairs=coverage)
+            if json_path is not None:
+                facts = _facts(campaign, result, lines, commit)
+                json_path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    lines = {
-        str(f.file): replay_line(f.file, imports=campaign.imports, device=campaign.device, plant=campaign.plant)
-        for f in result.findings.values()
-    }
-    shown.show_campaign(console, campaign, result, lines, all_pairs=coverage)
-    if json_path is not None:
-        json_path.write_text(json.dumps(_facts(campaign, result, lines, commit), indent=2) + "\n", encoding="utf-8")
     # So many cases were asked for, or every target.
     inconclusive = result.untried or (result.interrupted and campaign.minutes is None)
     raise SystemExit(1 if result.findings or result.errors else 2 if inconclusive else 0)

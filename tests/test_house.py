@@ -192,7 +192,7 @@ def test_no_module_imports_itself_by_way_of_others_not_even_in_functions() -> No
 
 def test_the_runtime_looks_down_only_not_even_a_type_looks_up() -> None:
     """So nothing below the manager knows of it, and nothing below a forward calls back into one by its class."""
-    layered = ("runtime", "ranks", "reports", "observers", "perturb", "engines", "transfer")
+    layered = ("runtime", "ranks", "reports", "observers", "perturb", "engines", "transfer", "tier")
     modules = {module_name(path): path for path in sources("kv_canary")}
     modules = {name: path for name, path in modules.items() if inside(name, tuple(f"kv_canary.{x}" for x in layered))}
     sorter = graphlib.TopologicalSorter(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -94,6 +92,7 @@ def mutants(
     try:
         from rich.console import Console
 
+        from kv_canary.difftest.ending import until_ended
         from kv_canary.difftest.mutation.mutants import make_mutants
         from kv_canary.difftest.mutation.overlay import is_runtime, runtime_files, source_files
         from kv_canary.difftest.mutation.run import run_mutants
@@ -170,26 +169,6 @@ def _sources(kinds: Iterable[str]) -> dict[str, str]:
     from kv_canary.commands.evidence import digests
 
     return {source: told for kind in sorted(kinds) for source, told in digests(kind).items()}
-
-
-@contextmanager
-def until_ended() -> Iterator[Callable[[], bool]]:
-    """Take what `timeout` and CI send for Ctrl-C, and yield what says whether either came.
-
-    Python drops an exception that is raised in the hooks of a fork, and this run forks all the time.
-    """
-    ended = threading.Event()
-
-    def end(number: int, frame: Any) -> None:
-        ended.set()
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield ended.is_set
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -48,6 +48,8 @@ class CanaryContext:
         if len(devices) != 1:
             raise ValueError(must_be("CanaryManager", "groups", "on one device", str(sorted(map(str, devices)))))
         self.groups = tuple(groups)
+        # Where violations may be found, by the number that their rows have of it: the groups, and tiers of their pools.
+        self.places: list[BufferGroup] = [*groups]
         self.pools: tuple[KvPool, ...] = tuple(dict.fromkeys(g.pool for g in groups))
         self.limits, self.config = limits, config
         self.guard = Guard(contains=config.mode != "raise", redacts=config.redact)

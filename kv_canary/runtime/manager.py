@@ -41,6 +41,7 @@ from kv_canary.runtime.steps import Steps
 from kv_canary.runtime.summary import CanarySummary
 from kv_canary.runtime.sweep import Sweeper
 from kv_canary.runtime.unverified import Unverified
+from kv_canary.specs.violation_row import ViolationRow
 
 # Slots beyond which kernels go about more of them as they do about any number.
 _MOST_AT_ONCE = 512
@@ -96,7 +97,7 @@ class CanaryManager:
         perturber = None if perturb is None else Perturber(perturb, self.groups)
         scrub, audits = Scrub(context), Audits(context)
         self.accounts = Accounts(
-            self.groups,
+            context.places,
             config=self.config,
             guard=self.guard,
             costs=costs,
@@ -359,6 +360,27 @@ class CanaryManager:
         """Take in that the request of a row has given the slots that its row names back, for good or for a while."""
         if not self.is_off:
             self._steps.audits.forget_row(row)
+
+    def watch_place(self, group: BufferGroup) -> int:
+        """Take in that violations may be found in another place, a tier of one of the pools; return its number.
+
+        Raises:
+            ValueError: a place of that name is there already.
+        """
+        places = self.context.places
+        if group.name in [place.name for place in places]:
+            raise ValueError(must_be("watch_place", "group", "of another name than those there are", group.name))
+        places.append(group)
+        return len(places)
+
+    def report(self, rows: Sequence[ViolationRow]) -> None:
+        """Take in violations that were found outside of forwards, from any thread; they are told with the next step's.
+
+        Args:
+            rows: that name a place by the number that `watch_place` returned, or a group by its own.
+        """
+        if not self.is_off:
+            self._steps.report(rows)
 
     def arrived(self, pool: KvPool, slots: torch.Tensor, seals: torch.Tensor | None) -> None:
         """Take in that int64 `slots` of `pool` are back from elsewhere: give them their seals, and hold them to those.

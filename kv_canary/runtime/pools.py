@@ -75,12 +75,13 @@ class KvPool:
         self.head_records: torch.Tensor | None = None
         self.seals: PoolSeals | None = None
 
-    def keep_seals(self, *, by_layer: bool, seed: int) -> None:
+    def keep_seals(self, *, by_layer: bool, seed: int, layers_per_band: int | None = None) -> None:
         """Keep seals, none of any slot yet; nothing is kept where there are no bytes.
 
         Args:
             by_layer: whether they tell layers apart, as far as records and seals stay below 0.3 % of K and V.
             seed: of the hash.
+            layers_per_band: layers that one word is of, whatever that takes; None: as `by_layer` says.
         """
         sources = [source for source in (self.k_source, self.v_source) if source is not None]
         if self.seals is not None or not sources:
@@ -89,6 +90,8 @@ class KvPool:
         token = sum(len(source.layers) * source.bytes_per_token for source in sources)
         room = int(_SEALS_SHARE * token) // 8 - RECORD_WORDS - SEAL_HEADER_WORDS
         per_band = -(-layers // max(1, min(room, layers))) if by_layer else layers
+        if layers_per_band is not None:
+            per_band = layers_per_band
         shape, device = (len(self.records), SEAL_HEADER_WORDS + -(-layers // per_band)), self.records.device
         self.seals = PoolSeals(
             words=torch.zeros(shape, dtype=torch.int64, device=device),

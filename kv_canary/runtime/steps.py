@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -28,11 +29,14 @@ from kv_canary.runtime.seals import SCRUB_EVERY, Scrub
 from kv_canary.runtime.sweep import Sweeper
 from kv_canary.runtime.tails import Advance
 from kv_canary.runtime.unverified import Unverified
+from kv_canary.specs.violation_row import ViolationRow
 
 # Steps from one look at whether any slot is still marked as unverified to the next.
 _TIDY_EVERY = 256
 # Kinds of forwards that go by unwatched that are told of, one line each.
 _MOST_TOLD = 64
+# Violations found outside of forwards that wait for the next step, at most; then the oldest go.
+_MOST_ASIDE = 4096
 
 
 class Steps:
@@ -84,6 +88,8 @@ class Steps:
         # Forwards that went by unwatched.
         self.skipped = 0
         self._skips_told: set[str] = set()
+        # Violations that were found outside of forwards, by other threads too.
+        self._found_aside: deque[ViolationRow] = deque(maxlen=_MOST_ASIDE)
 
     @property
     def counters(self) -> list[int]:
@@ -318,6 +324,10 @@ class Steps:
         if self._ranks is not None:
             self._ranks.flush(all_ranks=all_ranks)
 
+    def report(self, rows: Sequence[ViolationRow]) -> None:
+        """Take in violations that were found outside of forwards, from any thread; the next step tells them."""
+        self._found_aside.extend(rows)
+
     def _begin_step(self) -> StepRecord:
         state = self.context.state
         tidies = state.number % _TIDY_EVERY == 0 and self.unverified.any_marked
@@ -382,7 +392,7 @@ class Steps:
 
     def _take(self, findings: Findings) -> None:
         """Count and report what was drained; with ranks, none of them raises alone: the others would wait for it."""
-        if not findings.total:
+        if not findings.total and not self._found_aside:
             # As nearly always.
             self._accounts.take(findings)
             return
@@ -394,6 +404,9 @@ class Steps:
                 except Exception as error:
                     # What was found is told all the same.
                     self.context.guard.failed("looking for gaps among what was found", error)
+            if self._found_aside:
+                aside = [self._found_aside.popleft() for _ in range(len(self._found_aside))]
+                findings = replace(findings, total=findings.total + len(aside), rows=[*findings.rows, *aside])
             try:
                 self._accounts.take(findings)
             except CanaryViolationError as error:

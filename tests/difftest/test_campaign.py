@@ -217,6 +217,9 @@ def test_what_is_ended_early_keeps_what_there_is(
     options["preexec_fn"] = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     running = subprocess.Popen(command, text=True, **options)
     time.sleep(25)
+    if end == signal.SIGTERM:
+        # `timeout` sends it to the process that it started first.
+        os.kill(running.pid, end)
     # As a terminal does, and `timeout`: to every process of the group.
     os.killpg(running.pid, end)
     output, _ = running.communicate(timeout=60)

@@ -22,10 +22,11 @@ from rich.console import Console
 
 from kv_canary.backends import implementation, interpreting
 from kv_canary.constants import OWNER_MASK
+from kv_canary.difftest.ending import until_ended
 from kv_canary.difftest.mutation import pool as mutation_pool
 from kv_canary.difftest.mutation import run as mutation_run
 from kv_canary.difftest.mutation.cli import mutants as mutants_command
-from kv_canary.difftest.mutation.cli import shown_progress, survivors_of, until_ended
+from kv_canary.difftest.mutation.cli import shown_progress, survivors_of
 from kv_canary.difftest.mutation.mutants import make_mutants, mutants_of
 from kv_canary.difftest.mutation.overlay import ROOT, overlaid, reached_ops, read_source, source_files
 from kv_canary.difftest.mutation.planted import PLANTED_BUGS, find_planted, plant, planted, planted_source
@@ -395,6 +396,8 @@ def test_a_signal_that_a_hook_swallowed_ends_the_run_all_the_same(number: signal
         on_progress(result, 1, 9)
         with suppress(KeyboardInterrupt):
             os.kill(os.getpid(), number)
+        # `timeout` sends it a second time, to the group.
+        os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             on_progress(result, 2, 9)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -107,7 +107,7 @@ def run_clean(
         "KV_CANARY_CHECK_WRITES": "1",
         **(settings or {}),
     }
-    with engine.overriding(**environ, SGLANG_ON_CPU="hybrid_swa"):
+    with engine.overriding(**environ, SGLANG_ON_CPU="hicache,hybrid_swa"):
         run = Run(scheduler=engine.build_scheduler(model, **args), tokens=Tokens(seed))
     manager = session.current().manager
     _watch(run, {g.name: g.window for g in manager.groups})

@@ -46,6 +46,9 @@ def test_the_kept_churn_was_silent() -> None:
     assert churn["positions_verified"] == churn["positions_relied_on"]
 
 
+MORE = ("blocks swapped", "write dropped", "a drafter's layer, cached")
+
+
 @pytest.mark.parametrize(
     ("runner", "names"),
     [

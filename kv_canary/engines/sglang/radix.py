@@ -14,11 +14,11 @@ from kv_canary.runtime.pools import BufferGroup
 
 
 def check(tree_cache: Any) -> None:
-    """See that KV comes into the cached slots by forwards only.
+    """See that KV comes into the cached slots by forwards, or from a host tier (see `hicache`).
 
     Raises:
-        ValueError: it may come from host memory or from outside as well: such slots would have no records, and reading
-            them would look like corruption. The text names the setting to turn off.
+        ValueError: it may come from outside as well: such slots would have no records, and reading them would look like
+            corruption. The text names the setting to turn off.
     """
     from sglang.srt.mem_cache.pure_swa_radix_cache import PureSWARadixCache
     from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -27,12 +27,6 @@ def check(tree_cache: Any) -> None:
     if type(tree_cache) not in (UnifiedRadixCache, RadixCache, PureSWARadixCache):
         expected = "UnifiedRadixCache, RadixCache or PureSWARadixCache"
         raise ValueError(must_be("sglang adapter", "the prefix cache", expected, type(tree_cache).__name__))
-    if getattr(tree_cache, "cache_controller", None) is not None:
-        expected = (
-            "on the device only (enable_hierarchical_cache off; of a decode server "
-            "disaggregation_decode_retraction_backup=cpu_tensor)"
-        )
-        raise ValueError(must_be("sglang adapter", "the prefix cache", expected, "one with a host tier"))
     if getattr(tree_cache, "linker", None) is not None:
         expected = "on the device only (enable_unified_cache_external_linker off)"
         raise ValueError(must_be("sglang adapter", "the prefix cache", expected, "one linked to an external store"))

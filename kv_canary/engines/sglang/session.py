@@ -23,6 +23,7 @@ from kv_canary.engines.sglang import (
     completion,
     compose,
     graphs,
+    hicache,
     hooks,
     lifetime,
     pools,
@@ -127,6 +128,7 @@ class Session:
         support.check(scheduler)
         speculative.check_supported(scheduler.server_args)
         radix.check(scheduler.tree_cache)
+        hicache.check(scheduler)
         if transfer.needs_both_records(scheduler.server_args):
             config = dataclasses.replace(config, records="head_and_tail")
         if config.metrics_port:
@@ -147,6 +149,8 @@ class Session:
         self._anchored = False
         # Whether the forward under way is described with all of its tokens, in the model's order.
         self._in_order = True
+        # None where the prefix cache has no host tier, and until it is watched.
+        self._host_tiers: hicache.HostTiers | None = None
         # None until the prefix cache is watched.
         self._ended: completion.Ended | None = None
         # Whether something was launched since the last look at what was found.
@@ -224,6 +228,15 @@ class Session:
                     in_order=lambda: self._in_order,
                     patches=self._patches,
                     following=self._contain,
+                )
+            if getattr(scheduler.tree_cache, "cache_controller", None) is not None:
+                self._host_tiers = hicache.HostTiers(
+                    scheduler,
+                    self.manager,
+                    (target.token_to_kv_pool, self._groups[target]),
+                    patches=self._patches,
+                    retire_freed=self._retire_freed,
+                    following=self._following,
                 )
             transfer.watch(
                 scheduler,
@@ -338,6 +351,7 @@ class Session:
             "mode": self.manager.config.mode,
             "groups": [g.name for g in self.manager.groups],
             "lifetime": self._lifetime.tracks,
+            "host_tiers": {} if self._host_tiers is None else self._host_tiers.facts,
             "hooks": hooks.live(),
         }
 
@@ -350,6 +364,8 @@ class Session:
         self._patches.undo_all()
         if not self.off:
             self.off = "closed"
+            if self._host_tiers is not None:
+                self._host_tiers.close()
             try:
                 self.manager.flush()
             except CanaryViolationError as error:
@@ -372,6 +388,8 @@ class Session:
         """Take in that nobody can say what any slot holds: all of them are taken in anew, as they are read."""
         # What could not be retired in time must not be later: whoever has such a slot by then would lose its mark.
         self._lifetime.forget()
+        if self._host_tiers is not None:
+            self._host_tiers.forget()
         if self._ended is not None:
             # What they rested on may have been written to without a seal.
             self._ended.forget()
@@ -384,6 +402,8 @@ class Session:
             return None
         if self._lifetime.has_freed or self._ended:
             self._retire_freed()
+        if self._host_tiers is not None:
+            self._host_tiers.before_forward()
         requests, self._in_order = None, True
         with self._repeats as part:
             requests = self._composed(forward_batch)

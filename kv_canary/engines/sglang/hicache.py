@@ -1,0 +1,258 @@
+"""SGLang's host tier (HiCache): records and seals go to host memory and back with the KV, and are watched there.
+
+The engine's controller copies in two streams of its own, all layers at once to the host and layer by layer back. Host
+slots are those of the host pool's allocator; what a copy is between stands in the controller's operation, before it
+moves the numbers to wherever its kernels want them.
+
+What a storage backend brings has no records: it is taken in as it comes, by who reads it first, and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from kv_canary.engines.patches import Patches
+from kv_canary.errors import must_be
+from kv_canary.output import logger
+from kv_canary.runtime.manager import CanaryManager
+from kv_canary.runtime.pools import BufferGroup
+from kv_canary.specs.structures import KvSource
+from kv_canary.tier import HostTier
+
+# Host pools whose bytes the adapter knows, by name of their class.
+_KNOWN = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
+
+
+def check(scheduler: Any) -> None:
+    """See that the adapter can follow the scheduler's host tier, if it has one.
+
+    Raises:
+        ValueError: it cannot; the text names the setting.
+    """
+    controller = getattr(scheduler.tree_cache, "cache_controller", None)
+    if controller is None:
+        return
+
+    def refuse(name: str, expected: str, got: str) -> ValueError:
+        return ValueError(must_be("sglang adapter", name, f"{expected} with a host tier", got))
+
+    args = scheduler.server_args
+    if args.disaggregation_mode in ("prefill", "decode"):
+        expected = "off (of a decode server disaggregation_decode_retraction_backup=cpu_tensor)"
+        raise refuse("disaggregation_mode", expected, args.disaggregation_mode)
+    if not scheduler.spec_algorithm.is_none():
+        raise refuse("speculative_algorithm", "off", str(args.speculative_algorithm))
+    if controller.host_memory_mode != "cache":
+        raise refuse("the host memory's mode", "cache", str(controller.host_memory_mode))
+    for entry in controller.mem_pool_host.entries:
+        kind = type(entry.host_pool).__name__
+        if kind not in _KNOWN or entry.host_pool.dcp_size != 1 or entry.packed_draft_device_pools:
+            raise refuse(f"the host pool of {entry.name.value}", f"one of {', '.join(_KNOWN)}, unsplit", kind)
+
+
+class HostTiers:
+    """The tiers of a scheduler's pools, which follow its controller.
+
+    Args:
+        scheduler: whose prefix cache has a controller that `check` has seen.
+        manager: its canary.
+        attached: the target's pool with its groups.
+        patches: what is wrapped.
+        retire_freed: retires the slots that were freed up to now, and looks at what requests rested on that have ended,
+            on the stream of the caller.
+        following: gives the context, by what is done, of a part of the canary that may fail where the engine must not;
+            where it did, no slot's record may be relied on.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        manager: CanaryManager,
+        attached: tuple[Any, Sequence[BufferGroup]],
+        *,
+        patches: Patches,
+        retire_freed: Callable[[], None],
+        following: Callable[[str], AbstractContextManager[Any]],
+    ) -> None:
+        self._following, self._retire_freed = following, retire_freed
+        self._controller = controller = scheduler.tree_cache.cache_controller
+        # What the controller is about to copy.
+        self._operation: Any = None
+        self._tiers: list[HostTier] = []
+        patches.wrap(controller, "_move_write_operation", self._note)
+        patches.wrap(controller, "_move_op_indices", self._note)
+        patches.wrap(controller, "start_loading", self._start_loading)
+        for entry in controller.mem_pool_host.entries:
+            self._watch(entry, _tiers_of(entry, manager, attached), patches)
+        for tier in self._tiers:
+            tier.start()
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What each tier has done, by the name of its group; JSON-ready."""
+        return {tier.group.name: asdict(tier.facts) for tier in self._tiers}
+
+    def forget(self) -> None:
+        """Take in that nobody can say what any slot of the host holds."""
+        for tier in self._tiers:
+            tier.forget()
+
+    @property
+    def tiers(self) -> Sequence[HostTier]:
+        """The tiers."""
+        return self._tiers
+
+    def before_forward(self) -> None:
+        """Give what has come back its records, on the stream of the forwards, behind what retires freed slots."""
+        for tier in self._tiers:
+            if not tier.is_quiet:
+                with self._following("the host tier"):
+                    tier.settle()
+                    tier.land()
+
+    def close(self) -> None:
+        """End the threads of the tiers; the second call does nothing."""
+        for tier in self._tiers:
+            tier.close()
+
+    def _watch(self, entry: Any, tiers: Sequence[HostTier], patches: Patches) -> None:
+        """Follow the copies, and the slots, of one of the controller's pools."""
+        pool = entry.host_pool
+        last = pool.target_layer_num - 1 if hasattr(pool, "target_layer_num") else pool.layer_num - 1
+        self._tiers += tiers
+
+        def backup(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with self._following("a backup to the host"):
+                device, host = self._slots(entry)
+                for tier in tiers:
+                    tier.backup(device, host)
+            result = original(*args, **kwargs)
+            with self._following("a backup to the host"):
+                for tier in tiers:
+                    tier.backed_up()
+            return result
+
+        def load(
+            original: Callable[..., Any],
+            device_pool: Any,
+            host_indices: Any,
+            device_indices: Any,
+            layer: int,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            if layer == 0:
+                with self._following("a load from the host"):
+                    device, host = self._slots(entry)
+                    for tier in tiers:
+                        tier.load(host, device)
+            result = original(device_pool, host_indices, device_indices, layer, *args, **kwargs)
+            if layer == last:
+                with self._following("a load from the host"):
+                    for tier in tiers:
+                        tier.loaded()
+            return result
+
+        def alloc(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            slots = original(*args, **kwargs)
+            if slots is not None and self._controller.enable_storage:
+                with self._following("what is handed out on the host"):
+                    # For a backup, which says what it holds; or for what comes from storage, where nobody can.
+                    for tier in tiers:
+                        tier.doubt(slots)
+            return slots
+
+        def free(original: Callable[..., Any], indices: torch.Tensor) -> Any:
+            # Before: whoever is given them may write there at once.
+            with self._following("what is freed on the host"):
+                for tier in tiers:
+                    tier.free(indices)
+            return original(indices)
+
+        def clear(original: Callable[..., Any]) -> Any:
+            result = original()
+            with self._following("an emptied host tier"):
+                for tier in tiers:
+                    tier.clear()
+            return result
+
+        patches.wrap(pool, "backup_from_device_all_layer_physical", backup)
+        patches.wrap(pool, "load_to_device_per_layer_physical", load)
+        patches.wrap(pool, "alloc", alloc)
+        patches.wrap(pool, "free", free)
+        patches.wrap(pool, "clear", clear)
+
+    def _start_loading(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Called around the beginning of a load, which writes to slots that were freed a moment ago."""
+        if self._controller.load_queue:
+            with self._following("a load from the host"), self._on_forwards_stream():
+                self._retire_freed()
+        return original(*args, **kwargs)
+
+    def _on_forwards_stream(self) -> AbstractContextManager[Any]:
+        """Launch where forwards run: a load waits for all that is launched there."""
+        stream = self._controller.load_fence_stream
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def _note(self, original: Callable[..., Any], operation: Any, *args: Any, **kwargs: Any) -> Any:
+        self._operation = operation
+        return original(operation, *args, **kwargs)
+
+    def _slots(self, entry: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the slots that the copy under way is between, on the device and on the host."""
+        operation = self._operation
+        if entry.is_primary_index_anchor:
+            return operation.device_indices, operation.host_indices
+        [transfer] = [t for t in operation.pool_transfers or [] if t.name == entry.name]
+        return transfer.device_indices, transfer.host_indices
+
+
+def _tiers_of(entry: Any, manager: CanaryManager, attached: tuple[Any, Sequence[BufferGroup]]) -> list[HostTier]:
+    """Return the tiers of the groups whose bytes a pool of the controller's has."""
+    device_pool, groups = attached
+    windowed = entry.device_pool is not device_pool and entry.device_pool is getattr(device_pool, "swa_kv_pool", None)
+    found = []
+    for group in groups:
+        if (group.lut is not None) != windowed:
+            continue
+        k, v = _sources(entry.host_pool, group)
+        found.append(HostTier(manager, group, num_slots=entry.host_pool.size, k_source=k, v_source=v))
+        if k is None and v is None:
+            logger.warning(
+                "kv-canary: sglang adapter: bytes of %s are looked at when they come back from the host, and not while "
+                "they are there, in the layout %s",
+                group.name,
+                entry.host_pool.layout,
+            )
+    return found
+
+
+def _sources(host_pool: Any, group: BufferGroup) -> tuple[KvSource | None, KvSource | None]:
+    """Return the bytes on the host of a group's K and V; None where they do not lie in rows of a token."""
+    halves: list[KvSource | None] = []
+    refs = ("k_data_refs", "v_data_refs") if hasattr(host_pool, "k_data_refs") else ("data_refs", "")
+    for name, there in zip(refs, (group.pool.k_source, group.pool.v_source), strict=True):
+        layers = list(getattr(host_pool, name, None) or [])
+        page = host_pool.page_size if host_pool.layout == "page_first_direct" else 1
+        is_known = host_pool.layout in ("layer_first", "page_first", "page_first_direct")
+        if there is None or not is_known or len(layers) < len(there.layers):
+            halves.append(None)
+            continue
+        rows = layers[: len(there.layers)]
+        if rows[0][0].numel() * rows[0].element_size() != page * there.bytes_per_token:
+            halves.append(None)
+            continue
+        source = KvSource(
+            layers=tuple(layer.view(torch.uint8) for layer in rows),
+            page_size=page,
+            bytes_per_token=there.bytes_per_token,
+            read_bytes=there.read_bytes,
+            slot_bias=1,
+        )
+        halves.append(source)
+    return halves[0], halves[1]

@@ -1,0 +1,421 @@
+"""A tier of KV in host memory: records and seals go where the bytes go, and what lies there is held against them.
+
+An engine that keeps KV in host memory copies it there (a backup) and back (a load), between slots of the pool on the
+device and slots of the host's. `HostTier` is a pool of the canary's for the host's slots. A backup takes records and
+seals along before the bytes are copied, so that bytes which are overwritten on the way differ from them; a load brings
+them back, and the canary holds every byte that arrives on the device against its seal. A thread holds what lies in host
+memory against the seals too: what has just arrived first, and then all of it, round and round.
+
+Slots of a tier count from 1: the engine's slot 0 of the host is 1 here and in reports.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kv_canary import ops
+from kv_canary.constants import RECORD_WORDS, RETIRED_BIT, WRITER_WORD, Reason
+from kv_canary.errors import must_be
+from kv_canary.runtime.host import pinned
+from kv_canary.runtime.pools import BufferGroup, KvPool
+from kv_canary.runtime.seals import SEAL_COUNTS
+from kv_canary.specs.structures import Endpoint, KvSource, ViolationLog
+from kv_canary.specs.violation_row import VIOLATION_WORDS, ViolationRow, site_of
+
+if TYPE_CHECKING:
+    from kv_canary.runtime.manager import CanaryManager
+
+# Share of a core that the thread takes, and slots that it looks at before it looks at the time again.
+CHECKED_SHARE, _AT_ONCE = 0.05, 256
+# Slots that wait for their first look at most; those beyond are come to in turn.
+_MOST_WAITING = 1 << 16
+# Seconds that the thread sleeps where there is nothing to look at.
+_IDLE = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierFacts:
+    """What a tier has done so far, in slots.
+
+    Args:
+        backed_up, loaded: copied to the host and back, with their records.
+        verified: held against their seals on the host; a slot may be several times.
+        unsealed: of those looked at, that have no seal.
+        waiting: that have arrived on the host and not been looked at.
+        rounds: times that all of the tier has been looked at.
+        memory: bytes of host memory that records and seals take.
+    """
+
+    backed_up: int = 0
+    loaded: int = 0
+    verified: int = 0
+    unsealed: int = 0
+    waiting: int = 0
+    rounds: int = 0
+    memory: int = 0
+
+
+@dataclass(kw_only=True)
+class _Backup:
+    """Rows on their way to the host, some of which may be gaps; `arrived` is None where nothing has to be waited for."""
+
+    has_gaps: bool
+    slots: torch.Tensor
+    generations: np.ndarray
+    rows: torch.Tensor
+    arrived: torch.cuda.Event | None
+
+
+@dataclass(kw_only=True)
+class _Load:
+    """Rows that are to be on the device before the next forward, and bytes that are on their way there."""
+
+    slots: torch.Tensor
+    rows: torch.Tensor
+    known: torch.Tensor
+    arrived: torch.cuda.Event | None = None
+
+
+class HostTier:
+    """The host's slots of a pool: their records, seals and bytes, and where each of them is.
+
+    Which slots hold something is taken in on the engine's own thread; the bytes are looked at in another one.
+
+    Args:
+        manager: the canary of the pool.
+        group: whose pool it is that is copied to the host and back.
+        num_slots: that the engine has on the host.
+        k_source, v_source: the bytes on the host, of as many layers and bytes as the pool's, with a `slot_bias` of 1;
+            None where they lie in a way that nobody can say: then they are held against their seals on the device only.
+
+    Raises:
+        ValueError: the pool is not one of the manager's, keeps two records of a slot, or has other bytes.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(
+        self,
+        manager: CanaryManager,
+        group: BufferGroup,
+        *,
+        num_slots: int,
+        k_source: KvSource | None,
+        v_source: KvSource | None,
+    ) -> None:
+        pool = group.pool
+        if pool not in manager.pools:
+            raise ValueError(must_be("HostTier", "group", "one of the manager's", group.name))
+        if pool.head_records is not None:
+            raise ValueError(must_be("HostTier", "records", "one of each slot", "head_and_tail"))
+        for half, here, there in (("k_source", k_source, pool.k_source), ("v_source", v_source, pool.v_source)):
+            if here is not None and (there is None or _shape(here) != _shape(there)):
+                raise ValueError(must_be("HostTier", half, "of the pool's layers and bytes", str(_shape(here))))
+        self._manager, self._device_pool = manager, pool
+        self.pool = KvPool(
+            name=f"{pool.name} on the host",
+            num_slots=num_slots + 1,
+            k_source=k_source,
+            v_source=v_source,
+            layer_names=pool.layer_names,
+            device="cpu",
+        )
+        if pool.seals is not None:
+            self.pool.keep_seals(by_layer=True, seed=pool.seals.seed, layers_per_band=pool.seals.layers_per_band)
+        self.group = BufferGroup(name=f"{group.name} on the host", pool=self.pool, window=group.window)
+        self._site = site_of(self.group.sweep_tag, manager.watch_place(self.group))
+        self._width = RECORD_WORDS + (0 if pool.seals is None else pool.seals.words.shape[1])
+        # Of each slot: how often what it holds has changed, and whether bytes and records are there.
+        self._generations = np.zeros(num_slots + 1, np.int64)
+        self._is_there = np.zeros(num_slots + 1, bool)
+        # Slots of which nobody can say what they hold.
+        self._is_unknown = np.zeros(num_slots + 1, bool)
+        self._backups: deque[_Backup] = deque()
+        self._loads: list[_Load] = []
+        self._loading: _Load | None = None
+        self._backed_up = self._loaded = 0
+        # Whether bytes can be looked at here.
+        self._is_sealed = self.pool.seals is not None
+        self._waiting: deque[int] = deque(maxlen=_MOST_WAITING)
+        self._cursor, self._rounds = 1, 0
+        self._checked = torch.zeros(SEAL_COUNTS, dtype=torch.int64)
+        self._looks = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # What the engine does.
+
+    def backup(self, device_slots: torch.Tensor, host_slots: torch.Tensor) -> None:
+        """Take records and seals along; to be called before the bytes are copied, on the stream that copies them.
+
+        Args:
+            device_slots: int64 [n], of the pool.
+            host_slots: int64 [n] on the CPU, the engine's numbers.
+        """
+        pool, host = self._device_pool, host_slots.to("cpu", torch.int64) + 1
+        self._forget(host)
+        slots = device_slots.to(self._manager.device, torch.int64)
+        parts = [pool.records[slots]]
+        if (seals := pool.take_seals(slots)) is not None:
+            parts.append(seals)
+        here = pinned(len(slots) * self._width, slots.device).view(len(slots), -1)
+        here.copy_(torch.cat(parts, dim=1), non_blocking=True)
+        arrived = torch.cuda.Event() if slots.is_cuda else None
+        backup = _Backup(
+            has_gaps=self._manager.unverified.has_gaps(pool),
+            slots=host,
+            generations=self._generations[host.numpy()],
+            rows=here,
+            arrived=arrived,
+        )
+        self._backups.append(backup)
+
+    def backed_up(self) -> None:
+        """Take in that the bytes of the last backup are copied, on the stream that copies them."""
+        arrived = self._backups[-1].arrived if self._backups else None
+        if arrived is not None:
+            arrived.record()
+
+    def load(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
+        """Take in that slots are about to be copied to the device; nothing waits for the device.
+
+        Args:
+            host_slots: int64 [n] on the CPU, the engine's numbers.
+            device_slots: int64 [n], of the pool.
+        """
+        host = host_slots.to("cpu", torch.int64) + 1
+        # The engine loads only what it knows to have arrived.
+        self.settle()
+        slots = device_slots.to(self._manager.device, torch.int64)
+        rows = pinned(len(host) * self._width, slots.device).view(len(host), -1)
+        parts = [self.pool.records[host]]
+        if self.pool.seals is not None:
+            parts.append(self.pool.seals.words[host])
+        is_there = torch.from_numpy(self._is_there[host.numpy()])
+        rows.copy_(torch.where(is_there[:, None], torch.cat(parts, dim=1), 0))
+        known = is_there | torch.from_numpy(self._is_unknown[host.numpy()])
+        self._loading = _Load(slots=slots, rows=rows, known=known)
+        self._loads.append(self._loading)
+
+    def loaded(self) -> None:
+        """Take in that the bytes of the last load are copied, on the stream that copies them."""
+        if self._loading is not None and self._loading.slots.is_cuda:
+            self._loading.arrived = torch.cuda.Event()
+            self._loading.arrived.record()
+        self._loading = None
+
+    def doubt(self, host_slots: torch.Tensor) -> None:
+        """Take in that slots may get what nobody can say, until a backup says it; int64, the engine's numbers."""
+        slots = host_slots.to("cpu", torch.int64) + 1
+        self._forget(slots)
+        self._is_unknown[slots.numpy()] = True
+
+    def free(self, host_slots: torch.Tensor) -> None:
+        """Take in that the engine may give slots to others; int64, the engine's numbers."""
+        self._forget(host_slots.to("cpu", torch.int64) + 1)
+
+    def clear(self) -> None:
+        """Take in that no slot holds anything."""
+        self._generations += 1
+        self._is_there[:] = self._is_unknown[:] = False
+        self.pool.records.zero_()
+        self._backups.clear()
+
+    def forget(self) -> None:
+        """Take in that nobody can say what any slot holds: what comes back is taken in anew, from what it is then."""
+        self.clear()
+        self._is_unknown[:] = True
+        self._loads.clear()
+        self._loading = None
+
+    # What becomes of it.
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is to be done before the next forward."""
+        return not self._backups and not self._loads
+
+    def settle(self) -> None:
+        """Take in the records of backups that have arrived."""
+        while self._backups:
+            backup = self._backups[0]
+            if backup.arrived is not None and not backup.arrived.query():
+                return
+            self._backups.popleft()
+            self._take_in(backup)
+
+    def land(self) -> None:
+        """Give what was loaded its records and seals, and hold it against these.
+
+        On the stream of the forwards, before the first one that reads it; the stream waits for the bytes.
+        """
+        loads, self._loads = self._loads, []
+        pool, manager = self._device_pool, self._manager
+        for load in loads:
+            rows = load.rows.to(load.slots.device, non_blocking=True)
+            records = rows[:, :RECORD_WORDS]
+            if load.arrived is not None:
+                load.arrived.wait(torch.cuda.current_stream(load.slots.device))
+            pool.records[load.slots] = records
+            manager.unverified.written(pool, load.slots)
+            # What was there had no record either: nobody had seen it written.
+            gaps = load.known.numpy() & ~load.rows[:, :RECORD_WORDS].numpy().any(axis=1)
+            if gaps.any():
+                manager.unverify(pool, load.slots[torch.from_numpy(gaps).to(load.slots.device)])
+            manager.arrived(pool, load.slots, rows[:, RECORD_WORDS:] if pool.seals is not None else None)
+            self._loaded += len(load.slots)
+
+    @property
+    def facts(self) -> TierFacts:
+        """What the tier has done so far."""
+        _, verified, unsealed, _ = self._checked.tolist()
+        return TierFacts(
+            backed_up=self._backed_up,
+            loaded=self._loaded,
+            verified=verified,
+            unsealed=unsealed,
+            waiting=len(self._waiting),
+            rounds=self._rounds,
+            memory=self.pool.records.nbytes + (0 if self.pool.seals is None else self.pool.seals.words.nbytes),
+        )
+
+    # The bytes on the host.
+
+    def start(self) -> None:
+        """Look at the bytes on the host in a thread of its own, from now on."""
+        if self._is_sealed and self._thread is None:
+            self._thread = threading.Thread(target=self._look_around, name="kv-canary host tier", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; the second call does nothing."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5.0)
+            self._thread = None
+
+    def check(self, *, whole: bool = False) -> int:
+        """Hold slots on the host against their seals: some that have just arrived, else some in turn.
+
+        Return how many were looked at. What is found is reported with the findings of the next step.
+
+        Args:
+            whole: all that there are.
+        """
+        if not self._is_sealed:
+            return 0
+        with self._looks:
+            if whole:
+                self._waiting.clear()
+                return sum(self._look(np.arange(first, self.pool.num_slots)[:_AT_ONCE]) for first in self._firsts())
+            waiting = [self._waiting.popleft() for _ in range(min(len(self._waiting), _AT_ONCE))]
+            if waiting:
+                return self._look(np.array(waiting))
+            first, self._cursor = self._cursor, self._cursor + _AT_ONCE
+            if self._cursor >= self.pool.num_slots:
+                self._cursor, self._rounds = 1, self._rounds + 1
+            return self._look(np.arange(first, min(first + _AT_ONCE, self.pool.num_slots)))
+
+    def _firsts(self) -> Iterable[int]:
+        return range(1, self.pool.num_slots, _AT_ONCE)
+
+    def _look_around(self) -> None:
+        torch.set_num_threads(1)
+        while not self._ended.is_set():
+            began, rounds, looked = time.monotonic(), self._rounds, 0
+            with self._manager.guard.contain("looking at the host tier"):
+                looked = self.check()
+            spent = time.monotonic() - began
+            # A tier that is empty is gone round in no time.
+            idle = _IDLE if not looked and (rounds != self._rounds or not self._is_there.any()) else 0.0
+            self._ended.wait(max(spent * (1 / CHECKED_SHARE - 1), idle))
+
+    def _look(self, slots: np.ndarray) -> int:
+        """Hold slots against their seals, and report those that have stayed what they were meanwhile."""
+        slots = slots[self._is_there[slots]]
+        if not len(slots):
+            return 0
+        before = self._generations[slots]
+        seals, pool = self.pool.seals, self.pool
+        if seals is None:
+            return 0
+        log = ViolationLog(
+            ring=torch.zeros(4 * len(slots), VIOLATION_WORDS, dtype=torch.int64),
+            count=torch.zeros(1, dtype=torch.int64),
+        )
+        ops.verify_seals(
+            slots=torch.from_numpy(slots),
+            span=seals.everything,
+            endpoint=Endpoint(
+                tag=self.group.sweep_tag,
+                records=pool.records,
+                k_source=pool.k_source,
+                v_source=pool.v_source,
+                group=self._site >> 8,
+            ),
+            layers_per_band=seals.layers_per_band,
+            seed=seals.seed,
+            seals=seals.words,
+            step=torch.tensor([self._manager.step], dtype=torch.int64),
+            violations=log,
+            checked=self._checked,
+            backend="reference",
+        )
+        found = [ViolationRow._make(words) for words in log.ring[: min(int(log.count), len(log.ring))].tolist()]
+        stayed = dict(zip(slots.tolist(), (self._generations[slots] == before) & self._is_there[slots], strict=True))
+        if found := [row for row in found if stayed[row.slot]]:
+            self._manager.report(found)
+        return len(slots)
+
+    def _take_in(self, backup: _Backup) -> None:
+        host, numbers = backup.slots, backup.slots.numpy()
+        stayed = self._generations[numbers] == backup.generations
+        host, rows, numbers = host[stayed], backup.rows[stayed], numbers[stayed]
+        self.pool.records[host] = rows[:, :RECORD_WORDS]
+        if self.pool.seals is not None:
+            self.pool.seals.words[host] = rows[:, RECORD_WORDS:]
+        self._is_there[numbers] = True
+        self._backed_up += len(numbers)
+        self._waiting.extend(numbers.tolist())
+        self._report_unowned(numbers, rows[:, :RECORD_WORDS].numpy(), has_gaps=backup.has_gaps)
+
+    def _report_unowned(self, numbers: np.ndarray, records: np.ndarray, *, has_gaps: bool) -> None:
+        """Report slots that were backed up when nobody had written them, or had them any more."""
+        retired = (records[:, WRITER_WORD] >> RETIRED_BIT) & 1 != 0
+        nothing = np.logical_not(records.any(axis=1))
+        if has_gaps:
+            nothing = np.zeros_like(nothing)
+        rows = [
+            ViolationRow(
+                site=self._site,
+                reasons=int(Reason.FREED if retired[i] else Reason.NEVER_WRITTEN),
+                slot=int(numbers[i]),
+                position=int(records[i, 0]) >> 32 & 0xFFFFFFFF,
+                identity=int(records[i, 0]),
+                token=-1,
+                chain=int(records[i, 1]),
+                kv=int(records[i, 2]),
+                writer=int(records[i, 3]),
+                step=self._manager.step,
+            )
+            for i in np.flatnonzero(retired | nothing).tolist()
+        ]
+        if rows:
+            self._manager.report(rows)
+
+    def _forget(self, slots: torch.Tensor) -> None:
+        numbers = slots.numpy()
+        self._generations[numbers] += 1
+        self._is_there[numbers] = self._is_unknown[numbers] = False
+        self.pool.records[slots] = 0
+
+
+def _shape(source: KvSource) -> tuple[int, int]:
+    return len(source.layers), source.bytes_per_token

@@ -1,0 +1,288 @@
+"""A tier in host memory: records and seals go along with the bytes, and what goes wrong there is found."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import kv_canary as kc
+from kv_canary.specs.structures import KvSource
+from kv_canary.tier import HostTier
+
+from .engine import BYTES, LAYERS, Engine, Request, full_engine, make_pool
+
+HOST_SLOTS = 64
+BACKENDS = ("reference", "triton")
+
+
+class Tiered:
+    """An engine with a tier, which copies in the order of SGLang's."""
+
+    def __init__(self, **options: object) -> None:
+        config = kc.CanaryConfig(**{"backend": "reference", "seals": "layer", **options})  # type: ignore[arg-type]
+        self.group = kc.BufferGroup(name="full", pool=make_pool())
+        self.engine = Engine([self.group], config)
+        self.halves = [torch.zeros(LAYERS, HOST_SLOTS, BYTES, dtype=torch.uint8) for _ in range(2)]
+        k, v = (KvSource(layers=tuple(half), page_size=1, bytes_per_token=BYTES, slot_bias=1) for half in self.halves)
+        self.tier = HostTier(self.engine.manager, self.group, num_slots=HOST_SLOTS, k_source=k, v_source=v)
+
+    def slots(self, request: Request, start: int, end: int) -> torch.Tensor:
+        return self.engine.tables["full"][request.row, start:end].long().clone()
+
+    def copied(self, host: torch.Tensor, device: torch.Tensor, *, back: bool, layers: range = range(LAYERS)) -> None:
+        pool = self.group.pool
+        for source, half in zip((pool.k_source, pool.v_source), self.halves, strict=True):
+            assert source is not None
+            for layer in layers:
+                rows = source.layers[layer].view(-1, BYTES)
+                if back:
+                    rows[device] = half[layer, host]
+                else:
+                    half[layer, host] = rows[device]
+
+    def backup(self, device: torch.Tensor, host: torch.Tensor) -> None:
+        self.tier.backup(device, host)
+        self.copied(host, device, back=False)
+        self.tier.backed_up()
+
+    def load(self, host: torch.Tensor, request: Request, start: int, *, layers: range = range(LAYERS)) -> torch.Tensor:
+        """Bring a request's positions from `start` on back into new slots."""
+        first = self.engine.allocate(self.group.pool, len(host))
+        device = torch.arange(first, first + len(host))
+        self.tier.load(host, device)
+        self.copied(host, device, back=True, layers=layers)
+        self.tier.loaded()
+        self.engine.tables["full"][request.row, start : start + len(host)] = device.int()
+        self.tier.land()
+        return device
+
+    def step(self, *work: tuple[Request, int]) -> None:
+        self.tier.settle()
+        self.engine.step(*work)
+
+    def found(self) -> dict[tuple[str, ...], set[str]]:
+        """Return the groups that each set of reasons was found in, with all that there is to look at on the host."""
+        self.tier.settle()
+        self.tier.check(whole=True)
+        self.engine.manager.flush()
+        seen: dict[tuple[str, ...], set[str]] = {}
+        for report in self.engine.manager.reports:
+            seen.setdefault(report.reasons, set()).add(report.group)
+        return seen
+
+
+def lived(**options: object) -> tuple[Tiered, Request, torch.Tensor, torch.Tensor]:
+    """Return an engine, a request with ten positions, and their slots on the device and on the host."""
+    t = Tiered(**options)
+    a = t.engine.add("a", 40)
+    t.step((a, 10))
+    return t, a, t.slots(a, 0, 10), torch.arange(20, 30)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_goes_to_the_host_and_back_is_verified_like_any_other(backend: str) -> None:
+    t, a, device, host = lived(backend=backend)
+    t.backup(device, host)
+    t.step((a, 1))
+    t.engine.manager.retire(t.group.pool, device, owner=a.owner)
+    # Others write there now.
+    t.copied(torch.arange(10), device, back=True)
+    t.load(host, a, 0)
+    for _ in range(3):
+        t.step((a, 1))
+    assert t.found() == {}
+    summary = t.engine.manager.summary()
+    assert summary.positions_verified == summary.positions_relied_on
+    assert summary.unverified == 0
+    facts = t.tier.facts
+    assert (facts.backed_up, facts.loaded, facts.verified, facts.unsealed) == (10, 10, 10, 0)
+    audits = summary.audits
+    assert audits is not None
+    assert audits.admitted >= 10
+
+
+@pytest.mark.parametrize("half", ["K", "V"])
+def test_a_bit_that_flips_on_the_host_is_found_there(half: str) -> None:
+    t, _, device, host = lived()
+    t.backup(device, host)
+    t.halves["KV".index(half)][1, 24, 3] ^= 4
+    assert t.found() == {(f"SEAL_{half}",): {"full on the host"}}
+    [report] = t.engine.manager.reports
+    assert (report.slot, report.position) == (25, 4)
+    assert report.places == (f"{half} somewhere from layer 0 to layer 1",)
+    assert "written by request a" in report.sentence
+
+
+def test_a_bit_that_flips_on_the_host_is_found_when_it_is_loaded() -> None:
+    t, a, device, host = lived()
+    t.backup(device, host)
+    t.tier.settle()
+    t.halves[0][1, 24, 3] ^= 4
+    t.load(host, a, 0)
+    t.engine.manager.flush()
+    assert {(r.reasons, r.group, r.position) for r in t.engine.manager.reports} == {(("SEAL_K",), "full", 4)}
+
+
+def test_a_layer_that_is_not_loaded_is_found() -> None:
+    t, a, device, host = lived()
+    t.backup(device, host)
+    t.load(host, a, 0, layers=range(1))
+    t.step((a, 1))
+    t.engine.manager.flush()
+    assert {r.position for r in t.engine.manager.reports} == set(range(10))
+
+
+def test_slots_whose_bytes_change_while_they_are_copied_are_found() -> None:
+    t, a, device, host = lived()
+    t.tier.backup(device, host)
+    # The device slots are another's before the copy comes.
+    b = t.engine.add("b", 20)
+    t.engine.tables["full"][b.row, :4] = device[:4].int()
+    t.engine.run(t.engine.batch((b, 4), map_new=False))
+    t.copied(host, device, back=False)
+    t.tier.backed_up()
+    found = t.found()
+    assert {"full on the host"} in found.values()
+    assert {r.position for r in t.engine.manager.reports if r.group == "full on the host"} == {0, 1, 2, 3}
+    assert a.name in {r.record.request_id for r in t.engine.manager.reports if r.record is not None}
+
+
+def test_a_load_of_what_was_never_backed_up_is_found() -> None:
+    t, a, device, host = lived()
+    t.backup(device[:5], host[:5])
+    t.load(host, a, 0)
+    t.step((a, 1))
+    t.engine.manager.flush()
+    reports = t.engine.manager.reports
+    assert {(r.position, r.reasons) for r in reports if r.tag == "HEAD_FULL"} >= {
+        (p, ("NEVER_WRITTEN",)) for p in range(5, 10)
+    }
+
+
+def test_a_host_slot_that_is_freed_and_given_to_another_is_not_the_first_ones_any_more() -> None:
+    t, a, device, host = lived()
+    t.backup(device, host)
+    t.tier.settle()
+    b = t.engine.add("b", 20)
+    t.step((b, 10))
+    t.tier.free(host)
+    t.backup(t.slots(b, 0, 10), host)
+    t.load(host, a, 0)
+    t.step((a, 1))
+    t.engine.manager.flush()
+    assert {r.position for r in t.engine.manager.reports if "TOKEN" in r.reasons} == set(range(10))
+
+
+def test_a_backup_of_what_nobody_has_written_or_has_any_more_is_found() -> None:
+    t, a, device, host = lived()
+    t.backup(torch.arange(100, 103), torch.arange(3))
+    t.engine.manager.retire(t.group.pool, device, owner=a.owner)
+    t.backup(device, host)
+    assert t.found() == {("NEVER_WRITTEN",): {"full on the host"}, ("FREED",): {"full on the host"}}
+
+
+def test_what_nobody_has_followed_is_a_gap_on_the_host_too() -> None:
+    t, a, device, host = lived()
+    t.engine.manager.unverify(t.group.pool, device[2:5])
+    t.backup(device, host)
+    t.load(host, a, 0)
+    t.step((a, 1))
+    t.step((a, 1))
+    assert t.found() == {}
+    assert t.engine.manager.summary().unverified >= 3
+
+
+def test_a_slot_that_changes_while_it_is_looked_at_is_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    t, _, device, host = lived()
+    t.backup(device, host)
+    t.tier.settle()
+    look = kc.ops.verify_seals
+
+    def freed_meanwhile(**arguments: object) -> None:
+        t.tier.free(host)
+        t.halves[0][:] = 7
+        look(**arguments)
+
+    t.halves[0][1, 24, 3] ^= 4
+    monkeypatch.setattr(kc.ops, "verify_seals", freed_meanwhile)
+    t.tier.check()
+    monkeypatch.undo()
+    assert t.found() == {}
+
+
+def test_the_thread_looks_at_what_arrives_first_and_then_at_all_of_it() -> None:
+    t, _, device, host = lived()
+    t.backup(device, host)
+    t.tier.settle()
+    t.halves[1][0, 21, 0] ^= 1
+    t.tier.start()
+    end = time.monotonic() + 20
+    while t.tier.facts.rounds < 2 and time.monotonic() < end:
+        time.sleep(0.02)
+    t.tier.close()
+    assert t.tier.facts.rounds >= 2
+    assert t.tier.facts.waiting == 0
+    t.engine.manager.flush()
+    assert {(r.reasons, r.group) for r in t.engine.manager.reports} == {(("SEAL_V",), "full on the host")}
+    # Found again and again, it is one incident.
+    [incident] = t.engine.manager.incidents
+    assert incident.count >= 2
+
+
+def test_a_tier_that_is_emptied_forgets_everything() -> None:
+    t, _, device, host = lived()
+    t.backup(device, host)
+    t.tier.clear()
+    t.tier.settle()
+    t.halves[0][:] = 9
+    assert t.found() == {}
+    assert t.tier.facts.backed_up == 0
+
+
+def test_a_tier_that_nobody_could_follow_is_taken_in_anew() -> None:
+    t, a, device, host = lived()
+    t.backup(device, host)
+    t.tier.forget()
+    t.halves[0][:] = 9
+    t.load(host, a, 0)
+    t.step((a, 1))
+    t.step((a, 1))
+    assert t.found() == {}
+    assert t.engine.manager.summary().unverified == 10
+    # What is backed up from here on is known again.
+    t.backup(t.slots(a, 0, 10), host)
+    t.tier.settle()
+    t.halves[0][1, 24, 3] ^= 4
+    assert set(t.found()) == {("SEAL_K",)}
+
+
+def test_without_seals_records_travel_all_the_same() -> None:
+    t, a, device, host = lived(seals="off")
+    t.backup(device, host)
+    t.load(host, a, 0)
+    t.step((a, 1))
+    assert t.found() == {}
+    assert t.tier.check() == 0
+    t.halves[0][0] ^= 255
+    t.load(host, a, 0)
+    t.step((a, 1))
+    t.engine.manager.flush()
+    assert {"K"} <= {reason for r in t.engine.manager.reports for reason in r.reasons}
+
+
+def test_misuse_is_refused() -> None:
+    engine = full_engine()
+    other = kc.BufferGroup(name="other", pool=make_pool())
+    with pytest.raises(ValueError, match="HostTier: group must be one of the manager's, got other"):
+        HostTier(engine.manager, other, num_slots=4, k_source=None, v_source=None)
+    wide = KvSource(layers=(torch.zeros(4, 8, dtype=torch.uint8),), page_size=1, bytes_per_token=8, slot_bias=1)
+    with pytest.raises(ValueError, match="HostTier: k_source must be of the pool's layers and bytes"):
+        HostTier(engine.manager, engine.groups[0], num_slots=4, k_source=wide, v_source=None)
+    HostTier(engine.manager, engine.groups[0], num_slots=4, k_source=None, v_source=None)
+    with pytest.raises(ValueError, match="watch_place: group must be of another name"):
+        HostTier(engine.manager, engine.groups[0], num_slots=4, k_source=None, v_source=None)
+    split = full_engine(records="head_and_tail")
+    with pytest.raises(ValueError, match="HostTier: records must be one of each slot"):
+        HostTier(split.manager, split.groups[0], num_slots=4, k_source=None, v_source=None)

@@ -1,0 +1,304 @@
+"""SGLang's host tier: what goes to host memory and comes back is verified, and what goes wrong on the way is found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+import torch
+
+from kv_canary.engines.sglang import hicache, session
+
+from . import engine
+from .clean import Run, Tokens, run_clean
+
+TIERED = {
+    "enable_hierarchical_cache": True,
+    "hicache_io_backend": "direct",
+    "hicache_ratio": 4.0,
+    "max_total_tokens": 512,
+    "page_size": 16,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "write through": {"hicache_write_policy": "write_through", "hicache_mem_layout": "layer_first"},
+    "write back": {"hicache_write_policy": "write_back", "hicache_mem_layout": "page_first_direct"},
+    "selective, overlap": {
+        "hicache_write_policy": "write_through_selective",
+        "hicache_mem_layout": "layer_first",
+        "disable_overlap_schedule": False,
+    },
+    "write back, overlap, mixed": {
+        "hicache_write_policy": "write_back",
+        "hicache_mem_layout": "layer_first",
+        "disable_overlap_schedule": False,
+        "enable_mixed_chunk": True,
+    },
+}
+
+
+USUAL = (("llama", "write through"), ("llama", "write back, overlap, mixed"), ("mellum", "write back"))
+
+
+def tiers() -> list[Any]:
+    tiered = session.current()._host_tiers
+    assert tiered is not None
+    return list(tiered.tiers)
+
+
+def looked_at() -> None:
+    """Look at all that lies on the host, and report what was found."""
+    for tier in tiers():
+        tier.settle()
+        tier.check(whole=True)
+    session.current().manager.flush()
+
+
+def run_tiered(model: str, scenario: Callable[[Run], None], variant: str, **args: Any) -> Run:
+    run = run_clean(model, scenario, **{**TIERED, **VARIANTS[variant], **args})
+    looked_at()
+    assert [r.sentence for r in session.current().manager.reports] == []
+    for tier in tiers():
+        facts = tier.facts
+        assert facts.backed_up > 0, tier.group.name
+        assert facts.verified > 0, tier.group.name
+        assert facts.unsealed == 0, tier.group.name
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "variant"),
+    [
+        pytest.param(kind, variant, marks=[] if (kind, variant) in USUAL else [pytest.mark.long])
+        for kind in ("llama", "mellum")
+        for variant in VARIANTS
+    ],
+)
+def test_prefixes_that_come_back_from_the_host_are_clean(request, kind, variant):
+    def scenario(run: Run) -> None:
+        prompts = [run.tokens(n) for n in (100, 60, 130, 90, 110, 70, 40)]
+        for _ in range(3):
+            for prompt in prompts:
+                # What is hit again goes to the host, whatever the policy.
+                run.serve([prompt], 2)
+            for prompt in prompts:
+                run.serve([prompt], 2)
+                run.submit([*prompt, *run.tokens(5)], 9)
+            run.go()
+
+    run = run_tiered(request.getfixturevalue(kind), scenario, variant)
+    assert sum(req.cached_tokens for req in run.reqs) > 500
+    # Not all of it was on the device still.
+    assert tiers()[0].facts.loaded > 300
+    assert session.current().manager.summary().unverified == 0
+
+
+@pytest.mark.parametrize("variant", ["write through", "write back, overlap, mixed"])
+def test_turns_that_are_retracted_aborted_and_flushed_are_clean(llama, variant):
+    def scenario(run: Run) -> None:
+        random = run.tokens.random
+        stems = [run.tokens(random.randrange(20, 110)) for _ in range(6)]
+
+        def before_step(iteration: int) -> bool:
+            if iteration >= 250:
+                return False
+            if len(run.alive()) < 7 and random.random() < 0.5:
+                stem = random.choice(stems)
+                if run.reqs and random.random() < 0.3 and (ended := random.choice(run.reqs)).finished():
+                    stem = [*ended.origin_input_ids, *ended.output_ids][:180]
+                run.submit([*stem, *run.tokens(random.choice((1, 9, 30)))], random.choice((2, 12, 40)))
+            if run.alive() and random.random() < 0.05:
+                run.abort(random.choice(run.alive()))
+            return True
+
+        run.go(before_step)
+        assert run.scheduler.flush_cache()
+        run.serve(stems, 4)
+
+    run = run_tiered(llama, scenario, variant, schedule_conservativeness=0.2)
+    assert run.aborted
+    assert tiers()[0].facts.loaded > 100
+
+
+def watched(model: str, **args: Any) -> Any:
+    settings = {"KV_CANARY_MODE": "log", "KV_CANARY_SEALS": "layer", "SGLANG_ON_CPU": "hicache,hybrid_swa"}
+    with engine.overriding(**settings):
+        scheduler = engine.build_scheduler(model, **{**TIERED, **VARIANTS["write through"], **args})
+    # A thread that looks around would find things in its own time.
+    for tier in tiers():
+        tier.close()
+    return scheduler
+
+
+def served(scheduler: Any, prompts: list[list[int]]) -> list[Any]:
+    reqs = [engine.submit(scheduler, prompt, 6) for prompt in prompts]
+    # Files are read by other threads.
+    engine.run_all(scheduler, lambda iteration: time.sleep(0.001))
+    return reqs
+
+
+def fill(scheduler: Any, number: int = 7) -> None:
+    """Push everything else off the device."""
+    served(scheduler, [Tokens(100 + i)(100) for i in range(number)])
+
+
+def seen() -> dict[str, set[str]]:
+    """Return the reasons that reports give, by group."""
+    session.current().manager.flush()
+    found: dict[str, set[str]] = {}
+    for report in session.current().manager.reports:
+        found.setdefault(report.group, set()).update(report.reasons)
+    return found
+
+
+PROMPT = Tokens(5)(96)
+
+
+def test_a_bit_that_flips_in_host_memory_is_found_there(llama):
+    scheduler = watched(llama)
+    served(scheduler, [PROMPT])
+    host = scheduler.tree_cache.cache_controller.mem_pool_host.entries[0].host_pool
+    [used] = tiers()
+    used.settle()
+    slot = int(used._is_there.nonzero()[0][10])
+    host.kv_buffer.view(torch.uint8)[1, 1, slot - 1].view(-1)[5] ^= 8
+    looked_at()
+    assert seen() == {"full on the host": {"SEAL_V"}}
+    [report] = session.current().manager.reports
+    assert (report.slot, report.position) == (slot, 10)
+    assert report.places == ("V somewhere from layer 0 to layer 2",)
+
+
+def load_faults(monkeypatch: Any, scheduler: Any, fault: str) -> None:
+    """Let loads from the host go wrong."""
+    pool = scheduler.tree_cache.cache_controller.mem_pool_host.entries[0].host_pool
+    load = type(pool).load_to_device_per_layer
+
+    def faulty(self: Any, device_pool: Any, host: Any, device: Any, layer: int, *args: Any, **kwargs: Any) -> None:
+        if fault == "one layer skipped" and layer == 1:
+            return
+        if fault == "layers shifted":
+            for half, there in (
+                (self.k_data_refs, self.device_k_buffers),
+                (self.v_data_refs, self.device_v_buffers),
+            ):
+                there[layer][device] = half[(layer + 1) % len(half)][host]
+            return
+        load(self, device_pool, host, device, layer, *args, **kwargs)
+        if fault == "K into V":
+            self.device_v_buffers[layer][device] = self.k_data_refs[layer][host]
+        if fault == "a page late":
+            self.device_k_buffers[layer][device[:16]] = self.k_data_refs[layer][host[16:32]]
+
+    monkeypatch.setattr(type(pool), "load_to_device_per_layer", faulty)
+
+
+@pytest.mark.parametrize("fault", ["one layer skipped", "layers shifted", "K into V", "a page late"])
+def test_what_goes_wrong_in_a_load_is_found_when_it_arrives(llama, monkeypatch, fault):
+    scheduler = watched(llama)
+    served(scheduler, [PROMPT])
+    fill(scheduler)
+    assert seen() == {}
+    load_faults(monkeypatch, scheduler, fault)
+    [req] = served(scheduler, [PROMPT])
+    assert req.cached_tokens == 80
+    found = seen()
+    assert set(found) == {"full"}
+    assert found["full"] & {"SEAL_K", "SEAL_V"}
+    first = session.current().manager.reports[0]
+    assert first.group == "full"
+
+
+def test_a_backup_that_is_dropped_is_found(llama, monkeypatch):
+    scheduler = watched(llama)
+    pool = scheduler.tree_cache.cache_controller.mem_pool_host.entries[0].host_pool
+    with monkeypatch.context() as patch:
+        patch.setattr(type(pool), "backup_from_device_all_layer", lambda self, *args, **kwargs: None)
+        served(scheduler, [PROMPT])
+    looked_at()
+    found = seen()
+    assert set(found) == {"full on the host"}
+    assert found["full on the host"] == {"SEAL_K", "SEAL_V"}
+
+
+def test_device_slots_that_are_written_while_they_are_backed_up_are_found(llama, monkeypatch):
+    scheduler = watched(llama)
+    pool = scheduler.tree_cache.cache_controller.mem_pool_host.entries[0].host_pool
+    backup = type(pool).backup_from_device_all_layer
+
+    def late(self: Any, device_pool: Any, host: Any, device: Any, *args: Any) -> None:
+        # Another request writes there before the copy comes.
+        self.device_k_buffers[1][device[3:5]] += 1
+        backup(self, device_pool, host, device, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(pool), "backup_from_device_all_layer", late)
+        served(scheduler, [PROMPT])
+    looked_at()
+    assert "SEAL_K" in seen()["full on the host"]
+
+
+def test_host_slots_that_another_gets_while_they_are_loaded_are_found(llama, monkeypatch):
+    scheduler = watched(llama)
+    served(scheduler, [PROMPT])
+    fill(scheduler)
+    pool = scheduler.tree_cache.cache_controller.mem_pool_host.entries[0].host_pool
+    load = type(pool).load_to_device_per_layer
+
+    def reused(self: Any, device_pool: Any, host: Any, device: Any, layer: int, *args: Any, **kwargs: Any) -> None:
+        self.k_data_refs[layer][host[16:32]] = self.k_data_refs[layer][host[0:16]]
+        load(self, device_pool, host, device, layer, *args, **kwargs)
+
+    monkeypatch.setattr(type(pool), "load_to_device_per_layer", reused)
+    served(scheduler, [PROMPT])
+    assert "SEAL_K" in seen()["full"]
+
+
+def test_a_node_whose_host_slots_are_another_ones_is_found_by_its_tokens(llama):
+    """Slots that were given to another behind the tree's back: the bytes fit their seals, and not the text."""
+    scheduler = watched(llama)
+    served(scheduler, [PROMPT])
+    fill(scheduler)
+    controller = scheduler.tree_cache.cache_controller
+    move = controller._move_op_indices
+    other = next(int(s) for s in tiers()[0]._is_there.nonzero()[0][::-1])
+
+    def swapped(operation: Any) -> Any:
+        operation.host_indices = operation.host_indices.clone()
+        operation.host_indices[-16:] = torch.arange(other - 16, other)
+        return move(operation)
+
+    controller._move_op_indices = swapped
+    served(scheduler, [PROMPT])
+    assert {"TOKEN"} <= seen()["full"]
+
+
+def test_what_comes_from_files_is_taken_in_as_it_comes(llama, tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
+    stored = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete"}
+    scheduler = watched(llama, **stored, **VARIANTS["write through"])
+    scheduler.tree_cache.prefetch_threshold = scheduler.tree_cache.cache_controller.prefetch_threshold = 16
+    served(scheduler, [PROMPT])
+    end = time.monotonic() + 30
+    while len(list(tmp_path.glob("*.bin"))) < 5 and time.monotonic() < end:
+        time.sleep(0.1)
+    assert scheduler.flush_cache()
+    [req] = served(scheduler, [PROMPT])
+    assert engine.is_greedy(llama, PROMPT, req.output_ids)
+    assert req.cached_tokens > 0
+    looked_at()
+    assert seen() == {}
+    # As many as came back, and no more.
+    assert session.current().manager.summary().unverified == req.cached_tokens
+    served(scheduler, [PROMPT])
+    assert seen() == {}
+
+
+def test_what_cannot_be_followed_is_refused_by_name(llama, monkeypatch):
+    monkeypatch.setattr(hicache, "_KNOWN", ("Another",))
+    with pytest.raises(ValueError, match="the host pool of kv must be one of Another, unsplit with a host tier"):
+        watched(llama)
