@@ -65,7 +65,7 @@ class TierFacts:
 
 @dataclass(kw_only=True)
 class _Backup:
-    """Rows on their way to the host, some of which may be gaps; `arrived` is None where nothing has to be waited for."""
+    """Rows on their way to the host, gaps among them or not; `arrived` is None where nothing is to be waited for."""
 
     has_gaps: bool
     slots: torch.Tensor

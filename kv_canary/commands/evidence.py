@@ -161,6 +161,11 @@ KINDS = {
         sources=SGLANG,
         command="kv-canary stress sglang --json FILE",
     ),
+    "tiers": Evidence(
+        files=("tiers_detection.json",),
+        sources=SGLANG,
+        command="kv-canary stress sglang-tiers --json bench/results/tiers_detection.json",
+    ),
     "vllm_gpu": Evidence(
         files=("h200_vllm.json",),
         sources=VLLM,

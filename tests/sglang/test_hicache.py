@@ -12,6 +12,7 @@ pytest.importorskip("sglang")
 
 import torch
 
+from kv_canary.difftest.stress.sglang import tiers as tiers_campaign
 from kv_canary.engines.sglang import hicache, session
 
 from . import engine
@@ -173,89 +174,19 @@ def test_a_bit_that_flips_in_host_memory_is_found_there(llama):
     assert report.places == ("V somewhere from layer 0 to layer 2",)
 
 
-def load_faults(monkeypatch: Any, scheduler: Any, fault: str) -> None:
-    """Let loads from the host go wrong."""
-    pool = scheduler.tree_cache.cache_controller.mem_pool_host.entries[0].host_pool
-    load = type(pool).load_to_device_per_layer
-
-    def faulty(self: Any, device_pool: Any, host: Any, device: Any, layer: int, *args: Any, **kwargs: Any) -> None:
-        if fault == "one layer skipped" and layer == 1:
-            return
-        if fault == "layers shifted":
-            for half, there in (
-                (self.k_data_refs, self.device_k_buffers),
-                (self.v_data_refs, self.device_v_buffers),
-            ):
-                there[layer][device] = half[(layer + 1) % len(half)][host]
-            return
-        load(self, device_pool, host, device, layer, *args, **kwargs)
-        if fault == "K into V":
-            self.device_v_buffers[layer][device] = self.k_data_refs[layer][host]
-        if fault == "a page late":
-            self.device_k_buffers[layer][device[:16]] = self.k_data_refs[layer][host[16:32]]
-
-    monkeypatch.setattr(type(pool), "load_to_device_per_layer", faulty)
-
-
-@pytest.mark.parametrize("fault", ["one layer skipped", "layers shifted", "K into V", "a page late"])
-def test_what_goes_wrong_in_a_load_is_found_when_it_arrives(llama, monkeypatch, fault):
-    scheduler = watched(llama)
-    served(scheduler, [PROMPT])
-    fill(scheduler)
-    assert seen() == {}
-    load_faults(monkeypatch, scheduler, fault)
-    [req] = served(scheduler, [PROMPT])
-    assert req.cached_tokens == 80
-    found = seen()
-    assert set(found) == {"full"}
-    assert found["full"] & {"SEAL_K", "SEAL_V"}
-    first = session.current().manager.reports[0]
-    assert first.group == "full"
-
-
-def test_a_backup_that_is_dropped_is_found(llama, monkeypatch):
-    scheduler = watched(llama)
-    pool = scheduler.tree_cache.cache_controller.mem_pool_host.entries[0].host_pool
-    with monkeypatch.context() as patch:
-        patch.setattr(type(pool), "backup_from_device_all_layer", lambda self, *args, **kwargs: None)
-        served(scheduler, [PROMPT])
-    looked_at()
-    found = seen()
-    assert set(found) == {"full on the host"}
-    assert found["full on the host"] == {"SEAL_K", "SEAL_V"}
-
-
-def test_device_slots_that_are_written_while_they_are_backed_up_are_found(llama, monkeypatch):
-    scheduler = watched(llama)
-    pool = scheduler.tree_cache.cache_controller.mem_pool_host.entries[0].host_pool
-    backup = type(pool).backup_from_device_all_layer
-
-    def late(self: Any, device_pool: Any, host: Any, device: Any, *args: Any) -> None:
-        # Another request writes there before the copy comes.
-        self.device_k_buffers[1][device[3:5]] += 1
-        backup(self, device_pool, host, device, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(pool), "backup_from_device_all_layer", late)
-        served(scheduler, [PROMPT])
-    looked_at()
-    assert "SEAL_K" in seen()["full on the host"]
-
-
-def test_host_slots_that_another_gets_while_they_are_loaded_are_found(llama, monkeypatch):
-    scheduler = watched(llama)
-    served(scheduler, [PROMPT])
-    fill(scheduler)
-    pool = scheduler.tree_cache.cache_controller.mem_pool_host.entries[0].host_pool
-    load = type(pool).load_to_device_per_layer
-
-    def reused(self: Any, device_pool: Any, host: Any, device: Any, layer: int, *args: Any, **kwargs: Any) -> None:
-        self.k_data_refs[layer][host[16:32]] = self.k_data_refs[layer][host[0:16]]
-        load(self, device_pool, host, device, layer, *args, **kwargs)
-
-    monkeypatch.setattr(type(pool), "load_to_device_per_layer", reused)
-    served(scheduler, [PROMPT])
-    assert "SEAL_K" in seen()["full"]
+def test_what_goes_wrong_on_the_way_is_found_and_nothing_without() -> None:
+    names = ("healthy", "backed up too early", "backup cut short", "K into V", "host slots reused during the load")
+    rows = tiers_campaign.campaign(tiers_campaign.SETTINGS[1:2], names, [0])
+    assert [row["fault"] for row in rows] == list(names)
+    assert [text for row in rows for text in tiers_campaign.objections(row)] == []
+    places = {row["fault"]: set(row["where"]) for row in rows}
+    assert places == {
+        "healthy": set(),
+        "backed up too early": {"host"},
+        "backup cut short": {"head"},
+        "K into V": {"load"},
+        "host slots reused during the load": {"load"},
+    }
 
 
 def test_a_node_whose_host_slots_are_another_ones_is_found_by_its_tokens(llama):

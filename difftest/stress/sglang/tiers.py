@@ -1,0 +1,530 @@
+"""`kv-canary stress sglang-tiers`: what goes wrong between SGLang's device and host memory, one fault a life.
+
+A real scheduler with HiCache on the CPU, whose compiled copies have stand-ins. A life serves a prompt, pushes it off
+the device by others, and serves it again, so that its KV goes to host memory and comes back; somewhere on the way one
+thing goes wrong. What the thread on the host does, the life does: it looks at a piece after every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+import click
+import torch
+
+from kv_canary.commands.evidence import digests
+from kv_canary.difftest.options import commit_option, json_option, seed_option
+from kv_canary.difftest.options import progress as progress_bar
+from kv_canary.difftest.stress.sglang import engine
+
+PAGE, POOL, PROMPT, NEW_TOKENS, OTHERS = 16, 512, 104, 6, 7
+# Whole pages of the prompt, which go to the host.
+KEPT = PROMPT // PAGE * PAGE
+KIND = "tiers"
+
+Phase = Literal["backup", "host", "load"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """An engine: how it writes, how its host memory lies, how many layers its model has."""
+
+    name: str
+    policy: str
+    layout: str
+    layers: int = 3
+
+
+SETTINGS = (
+    Setting(name="write-through", policy="write_through", layout="layer_first"),
+    Setting(name="write-back, pages", policy="write_back", layout="page_first_direct"),
+    Setting(name="write-through, 32 layers", policy="write_through", layout="page_first_direct", layers=32),
+    Setting(name="write-through, 80 layers", policy="write_through", layout="layer_first", layers=80),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """One copy under way, or what was copied.
+
+    Args:
+        pool: the host pool.
+        host, device: the slots, in the same order.
+        layer: that is copied; -1: all of them.
+        rng: where choices come from.
+    """
+
+    pool: Any
+    host: torch.Tensor
+    device: torch.Tensor
+    layer: int
+    rng: random.Random
+
+    def rows(self, half: int, layer: int) -> torch.Tensor:
+        """Return the host's rows of K (0) or V (1) of a layer, one a slot, as a copy."""
+        return self.side("host", half, layer)[self.at(self.host)]
+
+    def side(self, side: str, half: int, layer: int) -> torch.Tensor:
+        """Return the whole of one side's buffer of a layer."""
+        if side == "host":
+            found: torch.Tensor = (self.pool.k_data_refs, self.pool.v_data_refs)[half][layer]
+        else:
+            found = (self.pool.device_k_buffers, self.pool.device_v_buffers)[half][layer]
+        return found
+
+    def at(self, host: torch.Tensor) -> Any:
+        """Return the index of host slots in a buffer of the host's."""
+        return (host // PAGE, host % PAGE) if self.pool.layout == "page_first_direct" else host
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model."""
+        return len(self.pool.k_data_refs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One way in which a tier goes wrong.
+
+    Args:
+        name, doc: what it is called, and what goes wrong.
+        phase: when: while KV is backed up, while it lies on the host, or while it is loaded.
+        before, behind: do it to a copy, before it is made or behind it; `before` returns True where it is not made.
+        operation: does it to the controller's operation, before records and bytes are.
+    """
+
+    name: str
+    doc: str
+    phase: Phase = "load"
+    before: Callable[[Copy], bool] | None = None
+    behind: Callable[[Copy], None] | None = None
+    operation: Callable[[Any, random.Random], None] | None = None
+
+
+def _some(copy: Copy, count: int) -> slice:
+    first = copy.rng.randrange(len(copy.host) - count + 1)
+    return slice(first, first + count)
+
+
+def _copied_too_early(copy: Copy) -> None:
+    some = _some(copy, 4)
+    for layer in range(copy.layers):
+        for half in range(2):
+            there = copy.side("host", half, layer)
+            there[copy.at(copy.host[some])] = torch.rand_like(there[copy.at(copy.host[some])])
+
+
+def _written_before(copy: Copy) -> bool:
+    some, half = copy.device[_some(copy, 3)], copy.rng.randrange(2)
+    there = copy.side("device", half, copy.rng.randrange(copy.layers))
+    there[some] = torch.rand_like(there[some])
+    return False
+
+
+def _dropped(copy: Copy) -> bool:
+    return True
+
+
+def _bit(copy: Copy) -> None:
+    half, layer, at = copy.rng.randrange(2), copy.rng.randrange(copy.layers), copy.at(copy.host[_some(copy, 1)])
+    there = copy.side("host", half, layer)
+    row = there[at].contiguous().view(torch.uint8).view(-1)
+    row[copy.rng.randrange(len(row))] ^= 1 << copy.rng.randrange(8)
+    there[at] = row.view(there.dtype).view(there[at].shape)
+
+
+def _skips_one_layer(copy: Copy) -> bool:
+    # The same one for every layer's copy of a load.
+    return copy.layer == random.Random(int(copy.device[0])).randrange(copy.layers)
+
+
+def _shifted(copy: Copy) -> bool:
+    for half in range(2):
+        copy.side("device", half, copy.layer)[copy.device] = copy.rows(half, (copy.layer + 1) % copy.layers)
+    return True
+
+
+def _k_into_v(copy: Copy) -> None:
+    copy.side("device", 1, copy.layer)[copy.device] = copy.rows(0, copy.layer)
+
+
+def _a_page_late(copy: Copy) -> None:
+    late = copy.rows(0, copy.layer)[PAGE : 2 * PAGE]
+    copy.side("device", 0, copy.layer)[copy.device[:PAGE]] = late
+
+
+def _reused_meanwhile(copy: Copy) -> bool:
+    if copy.layer == copy.layers - 1:
+        there = copy.side("host", 0, copy.layer)
+        at = copy.at(copy.host[_some(copy, PAGE)])
+        there[at] = torch.rand_like(there[at])
+    return False
+
+
+def _cut_short(operation: Any, rng: random.Random) -> None:
+    operation.host_indices = operation.host_indices[:-PAGE]
+    operation.device_indices = operation.device_indices[:-PAGE]
+
+
+def _pages_swapped(operation: Any, rng: random.Random) -> None:
+    order = [*range(len(operation.host_indices) // PAGE)]
+    a, b = rng.sample(order, 2)
+    order[a], order[b] = order[b], order[a]
+    pages = operation.host_indices.view(-1, PAGE)
+    operation.host_indices = pages[order].reshape(-1).clone()
+
+
+def _as_if_pages_were_half(operation: Any, rng: random.Random) -> None:
+    """Indices of pages half as long for pages: vllm#28677's form."""
+    operation.host_indices = operation.host_indices // 2 // PAGE * PAGE + operation.host_indices % PAGE
+
+
+FAULTS = (
+    Fault(
+        name="backed up too early",
+        doc="a backup copies slots before the forward has written them",
+        phase="backup",
+        behind=_copied_too_early,
+    ),
+    Fault(
+        name="device slots reused during the backup",
+        doc="others write to the slots while they are copied to the host",
+        phase="backup",
+        before=_written_before,
+    ),
+    Fault(name="backup dropped", doc="a backup is acknowledged and never made", phase="backup", before=_dropped),
+    Fault(
+        name="backup cut short",
+        doc="the last page of a backup is left out, and the tree keeps it",
+        phase="backup",
+        operation=_cut_short,
+    ),
+    Fault(name="one bit on the host", doc="a random bit of host memory flips", phase="host", behind=_bit),
+    Fault(name="one layer skipped", doc="a load leaves a layer out", before=_skips_one_layer),
+    Fault(name="layers shifted", doc="a load puts every layer's KV into the one before", before=_shifted),
+    Fault(name="K into V", doc="a load puts K where V belongs", behind=_k_into_v),
+    Fault(name="a page late", doc="a load puts the second page's K where the first one's belongs", behind=_a_page_late),
+    Fault(
+        name="host slots reused during the load",
+        doc="others get host slots while they are loaded",
+        before=_reused_meanwhile,
+    ),
+    Fault(name="two pages swapped", doc="a load takes two pages in each other's place", operation=_pages_swapped),
+    Fault(
+        name="pages of half the length",
+        doc="a load counts host pages as half as long as they are",
+        operation=_as_if_pages_were_half,
+    ),
+)
+HEALTHY = Fault(name="healthy", doc="nothing goes wrong")
+
+
+class Engine:
+    """A scheduler with a host tier and a canary, which lives one life after another."""
+
+    def __init__(self, setting: Setting, folder: Path) -> None:
+        from kv_canary.demo.models import save_tiny_model
+
+        os.environ |= {
+            "KV_CANARY_MODE": "log",
+            "KV_CANARY_SEALS": "layer",
+            "SGLANG_ON_CPU": "hicache",
+            "KV_CANARY_SCRUB_SHARE": "0",
+        }
+        model = save_tiny_model(folder, "llama", num_hidden_layers=setting.layers)
+        self.scheduler = engine.build_scheduler(
+            Path(model),
+            enable_hierarchical_cache=True,
+            hicache_ratio=8.0,
+            hicache_io_backend="direct",
+            hicache_mem_layout=setting.layout,
+            hicache_write_policy=setting.policy,
+            page_size=PAGE,
+            max_total_tokens=POOL,
+        )
+        from kv_canary.engines.sglang import session
+
+        self.session = session.current()
+        tiers = self.session._host_tiers
+        if tiers is None:
+            raise RuntimeError("kv-canary: the scheduler must have a host tier, got none")
+        [self.tier] = tiers.tiers
+        # Led by the life.
+        self.tier.close()
+        self.controller = self.scheduler.tree_cache.cache_controller
+        self.pool = self.controller.mem_pool_host.entries[0].host_pool
+        self._numbers = itertools.count()
+
+    def serve(self, prompts: Sequence[Sequence[int]]) -> list[Any]:
+        """Serve prompts to their end; look at a piece of the host after every step."""
+        reqs = [
+            engine.submit(self.scheduler, f"r{next(self._numbers)}", prompt, new_tokens=NEW_TOKENS)
+            for prompt in prompts
+        ]
+        end = time.monotonic() + 120
+        while not all(req.finished() for req in reqs):
+            engine.step(self.scheduler)
+            self.look()
+            if time.monotonic() > end:
+                raise RuntimeError("kv-canary: a life must come to its end, got one that does not")
+        for _ in range(3):
+            engine.step(self.scheduler)
+            self.scheduler.tree_cache.check_hicache_events()
+        self.look()
+        return reqs
+
+    def look(self) -> None:
+        """Look at a piece of the host, as the thread does."""
+        self.tier.settle()
+        self.tier.check()
+
+    def live(self, fault: Fault, seed: int) -> dict[str, Any]:
+        """Live one life; return what came of it, JSON-ready."""
+        rng = random.Random(f"{fault.name} {seed}")
+
+        def some(count: int) -> list[int]:
+            return rng.choices(range(3, engine.VOCABULARY), k=count)
+
+        manager = self.session.manager
+        prompt = some(PROMPT)
+        manager.reports.clear()
+        began = {"step": 0}
+        with self._wrong(fault, "backup", rng, began, of=prompt):
+            [first] = self.serve([prompt])
+            # With write-back it goes to the host when it is pushed off the device.
+            self.serve([some(PROMPT) for _ in range(OTHERS)])
+        if fault.phase == "host" and fault.behind is not None:
+            host = self._host_slots(prompt)
+            began["step"] = manager.step
+            fault.behind(Copy(pool=self.pool, host=host, device=host, layer=-1, rng=rng))
+            for _ in range(-(-self.tier.pool.num_slots // 256)):
+                self.look()
+        with self._wrong(fault, "load", rng, began, of=prompt):
+            [second] = self.serve([prompt])
+        self.tier.settle()
+        manager.flush()
+        reports = list(manager.reports)
+        found = {
+            "found": bool(reports),
+            "where": "" if not reports else _where(reports[0]),
+            "late": max(0, reports[0].step - began["step"] - 1) if reports else 0,
+            "blamed_wrongly": any(r.request_id not in (None, first.rid, second.rid) for r in reports),
+            "wrong_text": list(first.output_ids) != list(second.output_ids),
+            "came_back": second.cached_tokens,
+        }
+        self.scheduler.flush_cache()
+        manager.flush()
+        return found
+
+    @contextlib.contextmanager
+    def _wrong(
+        self, fault: Fault, phase: Phase, rng: random.Random, began: dict[str, int], *, of: Sequence[int]
+    ) -> Iterator[None]:
+        """Let copies of a phase go wrong, once in a life: the first one that is of the prompt."""
+        if fault.phase != phase or fault is HEALTHY:
+            yield
+            return
+        name = "backup_from_device_all_layer" if phase == "backup" else "load_to_device_per_layer"
+        original = getattr(type(self.pool), name)
+        moves = ("_move_write_operation",) if phase == "backup" else ("_move_op_indices",)
+        chosen: list[Any] = []
+
+        def copied(pool: Any, device_pool: Any, host: Any, device: Any, *args: Any, **kwargs: Any) -> None:
+            layer = args[0] if phase == "load" else -1
+            if not chosen:
+                chosen.append((host, device))
+                began["step"] = self.session.manager.step
+            is_it = chosen[0][0] is host
+            copy = Copy(pool=pool, host=host.to(torch.int64), device=device.to(torch.int64), layer=layer, rng=rng)
+            if not (is_it and fault.before is not None and fault.before(copy)):
+                original(pool, device_pool, host, device, *args, **kwargs)
+            if is_it and fault.behind is not None:
+                fault.behind(copy)
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(type(self.pool), name, copied))
+            if fault.operation is not None:
+                self._change_operations(stack, moves, fault.operation, rng, began)
+            yield
+
+    def _change_operations(
+        self,
+        stack: contextlib.ExitStack,
+        moves: Sequence[str],
+        change: Callable[[Any, random.Random], None],
+        rng: random.Random,
+        began: dict[str, int],
+    ) -> None:
+        done: list[bool] = []
+        for move in moves:
+            original = getattr(self.controller, move)
+
+            def changed(operation: Any, *args: Any, original: Any = original, **kwargs: Any) -> Any:
+                if not done:
+                    done.append(True)
+                    began["step"] = self.session.manager.step
+                    change(operation, rng)
+                return original(operation, *args, **kwargs)
+
+            stack.enter_context(mock.patch.object(self.controller, move, changed))
+
+    def _host_slots(self, prompt: Sequence[int]) -> torch.Tensor:
+        """Return the engine's host slots of a prompt's pages: those whose records are of its tokens."""
+        self.tier.settle()
+        records = self.tier.pool.records
+        written = {int(token): n for n, token in enumerate(prompt[:KEPT])}
+        there = self.tier._is_there.nonzero()[0]
+        tokens = records[torch.from_numpy(there), 0] & 0xFFFFFFFF
+        positions = (records[torch.from_numpy(there), 0] >> 32) & 0xFFFFFFFF
+        mine = [
+            int(slot) - 1
+            for slot, token, position in zip(there, tokens.tolist(), positions.tolist(), strict=True)
+            if token in written and position < KEPT and prompt[position] == token
+        ]
+        return torch.tensor(mine, dtype=torch.int64)
+
+
+def _where(report: Any) -> str:
+    """Return which look has found it: "backup", "host", "load" or "head"."""
+    if report.group.endswith("on the host"):
+        return "host" if any(reason.startswith("SEAL") for reason in report.reasons) else "backup"
+    return "load" if any(reason.startswith("SEAL") for reason in report.reasons) else "head"
+
+
+def _lives(setting: Setting, names: Sequence[str], seeds: Sequence[int], told: Any) -> None:
+    """Live in a process of its own, and send what came of every life."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        life = Engine(setting, Path(folder))
+        for fault in (HEALTHY, *FAULTS):
+            if fault.name in names:
+                for seed in seeds:
+                    told.put((setting.name, fault.name, life.live(fault, seed)))
+        life.session.close()
+    told.put(None)
+
+
+def campaign(
+    settings: Sequence[Setting],
+    names: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    tick: Callable[[str], None] = lambda what: None,
+) -> list[dict[str, Any]]:
+    """Live every fault with every seed in every setting; return a row for each fault and setting, JSON-ready.
+
+    Raises:
+        RuntimeError: an engine ended before its lives.
+    """
+    context = multiprocessing.get_context("spawn")
+    lives: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for setting in settings:
+        told: Any = context.Queue()
+        process = context.Process(target=_lives, args=(setting, names, seeds, told), daemon=True)
+        process.start()
+        while True:
+            if not process.is_alive() and told.empty():
+                raise RuntimeError(f"kv-canary: the engine {setting.name} must live, got exit {process.exitcode}")
+            with contextlib.suppress(Exception):
+                one = told.get(timeout=1.0)
+                if one is None:
+                    break
+                lives.setdefault(one[:2], []).append(one[2])
+                tick(f"{one[0]}: {one[1]}")
+        process.join()
+    return [_row(setting, fault, found) for (setting, fault), found in lives.items()]
+
+
+def _row(setting: str, fault: str, lives: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    places = [life["where"] for life in lives if life["found"]]
+    return {
+        "fault": fault,
+        "engine": f"sglang, {setting}",
+        "runs": len(lives),
+        "found": len(places),
+        "where": {where: places.count(where) for where in dict.fromkeys(places)},
+        "late_steps_max": max(life["late"] for life in lives),
+        "blamed_wrongly": sum(life["blamed_wrongly"] for life in lives),
+        "wrong_text": sum(life["wrong_text"] for life in lives),
+        "came_back": min(life["came_back"] for life in lives),
+    }
+
+
+def objections(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a row says against kv-canary, or against the life."""
+    if row["fault"] == HEALTHY.name:
+        if row["found"]:
+            yield f"{row['found']} of {row['runs']} healthy lives were reported"
+    elif row["found"] < row["runs"]:
+        yield f"found in {row['found']} of {row['runs']} lives"
+    if row["blamed_wrongly"]:
+        yield f"{row['blamed_wrongly']} lives blame somebody else"
+    if not row["came_back"]:
+        yield "nothing came back from the host"
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--lives", type=click.IntRange(1), default=10, show_default=True, help="Of each fault and engine.")
+@click.option("--fault", "chosen", multiple=True, help="Only faults whose names begin so. [default: all]")
+@click.option("--setting", "where", multiple=True, help="Only engines whose names begin so. [default: all]")
+@seed_option("Of the first life; the next ones count up.")
+@json_option("Write the rows here too.")
+@commit_option(default="unknown")
+def main(
+    lives: int, chosen: tuple[str, ...], where: tuple[str, ...], seed: int, json_path: Path | None, commit: str
+) -> None:
+    """Let KV go to host memory and back in SGLang, with one fault a life, and see what is found, where and when.
+
+    Exit code 0 where every fault is found and nothing else is reported, 1 otherwise.
+
+    \b
+    Examples:
+      kv-canary stress sglang-tiers --json bench/results/tiers_detection.json
+      kv-canary stress sglang-tiers --fault "one bit" --lives 50
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from kv_canary.reports.versions import installed
+
+    if importlib.util.find_spec("sglang") is None:
+        raise click.UsageError("sglang is not installed here")
+    names = [f.name for f in (HEALTHY, *FAULTS) if not chosen or f.name.startswith(chosen)]
+    settings = [s for s in SETTINGS if not where or s.name.startswith(where)]
+    if not names or not settings:
+        raise click.BadParameter("names no fault, or no engine", param_hint="--fault or --setting")
+    console = Console()
+    with progress_bar(console, "bar count elapsed what") as bar:
+        task = bar.add_task("", total=len(names) * len(settings) * lives)
+        rows = campaign(
+            settings,
+            names,
+            range(seed, seed + lives),
+            tick=lambda what: bar.update(task, advance=1, description=what),
+        )
+    table = Table("fault", "engine", "lives", "found", "where", "late", "blamed", "wrong text")
+    for row in rows:
+        told = ", ".join(f"{place} {count}" for place, count in row["where"].items())
+        shown = (row["fault"], row["engine"], row["runs"], row["found"], told, row["late_steps_max"])
+        table.add_row(*map(str, (*shown, row["blamed_wrongly"], row["wrong_text"])))
+    console.print(table)
+    wrong = [f"{row['fault']}, {row['engine']}: {text}" for row in rows for text in objections(row)]
+    for text in wrong:
+        console.print(text, style="bold red", highlight=False)
+    if json_path is not None:
+        shared = {"commit": commit, "sglang": installed("sglang"), "sources": digests(KIND)}
+        json_path.write_text(json.dumps([{**row, **shared} for row in rows], indent=1) + "\n", encoding="utf-8")
+    raise SystemExit(1 if wrong else 0)
