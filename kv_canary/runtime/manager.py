@@ -382,6 +382,11 @@ class CanaryManager:
         if not self.is_off:
             self._steps.report(rows)
 
+    @property
+    def has_reports(self) -> bool:
+        """Whether something was taken in by `report` that has not been told yet: `flush` tells it."""
+        return self._steps.has_reports
+
     def arrived(self, pool: KvPool, slots: torch.Tensor, seals: torch.Tensor | None) -> None:
         """Take in that int64 `slots` of `pool` are back from elsewhere: give them their seals, and hold them to those.
 

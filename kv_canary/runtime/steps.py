@@ -328,6 +328,11 @@ class Steps:
         """Take in violations that were found outside of forwards, from any thread; the next step tells them."""
         self._found_aside.extend(rows)
 
+    @property
+    def has_reports(self) -> bool:
+        """Whether any of these have not been told yet."""
+        return bool(self._found_aside)
+
     def _begin_step(self) -> StepRecord:
         state = self.context.state
         tidies = state.number % _TIDY_EVERY == 0 and self.unverified.any_marked

@@ -125,12 +125,12 @@ def test_turns_that_are_retracted_aborted_and_flushed_are_clean(llama, variant):
     assert tiers()[0].facts.loaded > 100
 
 
-def watched(model: str, **args: Any) -> Any:
+def watched(model: str, *, starts: bool = False, **args: Any) -> Any:
     settings = {"KV_CANARY_MODE": "log", "KV_CANARY_SEALS": "layer", "SGLANG_ON_CPU": "hicache,hybrid_swa"}
     with engine.overriding(**settings):
         scheduler = engine.build_scheduler(model, **{**TIERED, **VARIANTS["write through"], **args})
     # A thread that looks around would find things in its own time.
-    for tier in tiers():
+    for tier in () if starts else tiers():
         tier.close()
     return scheduler
 
@@ -172,6 +172,19 @@ def test_a_bit_that_flips_in_host_memory_is_found_there(llama):
     [report] = session.current().manager.reports
     assert (report.slot, report.position) == (slot, 10)
     assert report.places == ("V somewhere from layer 0 to layer 2",)
+
+
+def test_what_the_thread_finds_while_nothing_runs_is_told(llama):
+    scheduler = watched(llama, starts=True)
+    served(scheduler, [PROMPT])
+    host = scheduler.tree_cache.cache_controller.mem_pool_host.entries[0].host_pool
+    host.kv_buffer.view(torch.uint8)[0, 2, :] ^= 1
+    end = time.monotonic() + 60
+    while not session.current().manager.reports and time.monotonic() < end:
+        time.sleep(0.05)
+        # What an idle scheduler calls.
+        session.idle()
+    assert {r.group for r in session.current().manager.reports} == {"full on the host"}
 
 
 def test_what_goes_wrong_on_the_way_is_found_and_nothing_without() -> None:

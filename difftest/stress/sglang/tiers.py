@@ -49,8 +49,8 @@ class Setting:
 
 
 SETTINGS = (
-    Setting(name="write-through", policy="write_through", layout="layer_first"),
-    Setting(name="write-back, pages", policy="write_back", layout="page_first_direct"),
+    Setting(name="write-through, 3 layers", policy="write_through", layout="layer_first"),
+    Setting(name="write-back, 3 layers", policy="write_back", layout="page_first_direct"),
     Setting(name="write-through, 32 layers", policy="write_through", layout="page_first_direct", layers=32),
     Setting(name="write-through, 80 layers", policy="write_through", layout="layer_first", layers=80),
 )

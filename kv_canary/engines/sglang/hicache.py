@@ -107,12 +107,19 @@ class HostTiers:
         """The tiers."""
         return self._tiers
 
-    def before_forward(self) -> None:
-        """Give what has come back its records, on the stream of the forwards, behind what retires freed slots."""
+    def settle(self) -> None:
+        """Take in what has arrived on the host."""
         for tier in self._tiers:
             if not tier.is_quiet:
                 with self._following("the host tier"):
                     tier.settle()
+
+    def before_forward(self) -> None:
+        """Give what has come back its records, on the stream of the forwards, behind what retires freed slots."""
+        self.settle()
+        for tier in self._tiers:
+            if not tier.is_quiet:
+                with self._following("the host tier"):
                     tier.land()
 
     def close(self) -> None:

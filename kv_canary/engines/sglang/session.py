@@ -319,7 +319,11 @@ class Session:
 
     def idle(self) -> None:
         """Report what the last forward found: the scheduler has nothing to do, so that waiting costs nothing."""
-        if self._pending and not self.off:
+        if self.off:
+            return
+        if self._host_tiers is not None:
+            self._host_tiers.settle()
+        if self._pending or self.manager.has_reports:
             self._pending = False
             self.manager.flush()
             if self._ended:
