@@ -14,29 +14,32 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from kv_canary import ops
 from kv_canary.constants import RECORD_WORDS, RETIRED_BIT, WRITER_WORD, Reason
 from kv_canary.errors import must_be
+from kv_canary.host_seals import HostSeals
 from kv_canary.runtime.host import pinned
 from kv_canary.runtime.pools import BufferGroup, KvPool
-from kv_canary.runtime.seals import SEAL_COUNTS
-from kv_canary.specs.structures import Endpoint, KvSource, ViolationLog
-from kv_canary.specs.violation_row import VIOLATION_WORDS, ViolationRow, site_of
+from kv_canary.specs.structures import KvSource
+from kv_canary.specs.violation_row import ViolationRow, site_of
 
 if TYPE_CHECKING:
     from kv_canary.runtime.manager import CanaryManager
 
-# Share of a core that the thread takes, and slots that it looks at before it looks at the time again.
-CHECKED_SHARE, _AT_ONCE = 0.05, 256
+# Share of a core that the thread takes; slots that it looks at before it looks at the time again, and bytes of a layer
+# of theirs at most, which stay in a core's cache.
+CHECKED_SHARE, _MOST_AT_ONCE, _BYTES_AT_ONCE = 0.05, 256, 1 << 17
+_LOW = np.uint64(0xFFFFFFFF)
 # Slots that wait for their first look at most; those beyond are come to in turn.
 _MOST_WAITING = 1 << 16
+# Bands that are reported of one look at most: where so much is damaged, the next round finds the rest.
+_MOST_ROWS = 256
 # Seconds that the thread sleeps where there is nothing to look at.
 _IDLE = 0.2
 
@@ -130,7 +133,9 @@ class HostTier:
         if pool.seals is not None:
             self.pool.keep_seals(by_layer=True, seed=pool.seals.seed, layers_per_band=pool.seals.layers_per_band)
         self.group = BufferGroup(name=f"{group.name} on the host", pool=self.pool, window=group.window)
-        self._site = site_of(self.group.sweep_tag, manager.watch_place(self.group))
+        self._place = manager.watch_place(self.group)
+        widest = max((s.bytes_per_token for s in (k_source, v_source) if s is not None), default=1)
+        self._at_once = max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // widest))
         self._width = RECORD_WORDS + (0 if pool.seals is None else pool.seals.words.shape[1])
         # Of each slot: how often what it holds has changed, and whether bytes and records are there.
         self._generations = np.zeros(num_slots + 1, np.int64)
@@ -141,11 +146,16 @@ class HostTier:
         self._loads: list[_Load] = []
         self._loading: _Load | None = None
         self._backed_up = self._loaded = 0
-        # Whether bytes can be looked at here.
-        self._is_sealed = self.pool.seals is not None
+        # What looks at bytes here; None where they are not known, or not sealed.
+        self._seals = self.pool.seals
+        self._hash = (
+            None
+            if self._seals is None
+            else HostSeals(k_source, v_source, layers_per_band=self._seals.layers_per_band, seed=self._seals.seed)
+        )
         self._waiting: deque[int] = deque(maxlen=_MOST_WAITING)
         self._cursor, self._rounds = 1, 0
-        self._checked = torch.zeros(SEAL_COUNTS, dtype=torch.int64)
+        self._verified = self._unsealed = 0
         self._looks = threading.Lock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -275,12 +285,11 @@ class HostTier:
     @property
     def facts(self) -> TierFacts:
         """What the tier has done so far."""
-        _, verified, unsealed, _ = self._checked.tolist()
         return TierFacts(
             backed_up=self._backed_up,
             loaded=self._loaded,
-            verified=verified,
-            unsealed=unsealed,
+            verified=self._verified,
+            unsealed=self._unsealed,
             waiting=len(self._waiting),
             rounds=self._rounds,
             memory=self.pool.records.nbytes + (0 if self.pool.seals is None else self.pool.seals.words.nbytes),
@@ -290,7 +299,7 @@ class HostTier:
 
     def start(self) -> None:
         """Look at the bytes on the host in a thread of its own, from now on."""
-        if self._is_sealed and self._thread is None:
+        if self._hash is not None and self._thread is None:
             self._thread = threading.Thread(target=self._look_around, name="kv-canary host tier", daemon=True)
             self._thread.start()
 
@@ -309,29 +318,32 @@ class HostTier:
         Args:
             whole: all that there are.
         """
-        if not self._is_sealed:
+        if self._hash is None:
             return 0
         with self._looks:
             if whole:
                 self._waiting.clear()
-                return sum(self._look(np.arange(first, self.pool.num_slots)[:_AT_ONCE]) for first in self._firsts())
-            waiting = [self._waiting.popleft() for _ in range(min(len(self._waiting), _AT_ONCE))]
+                return sum(self._look(self._from(first)) for first in range(1, self.pool.num_slots, self._at_once))
+            waiting = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._at_once))]
             if waiting:
                 return self._look(np.array(waiting))
-            first, self._cursor = self._cursor, self._cursor + _AT_ONCE
+            slots = self._from(self._cursor)
+            self._cursor += len(slots)
             if self._cursor >= self.pool.num_slots:
                 self._cursor, self._rounds = 1, self._rounds + 1
-            return self._look(np.arange(first, min(first + _AT_ONCE, self.pool.num_slots)))
+            return self._look(slots)
 
-    def _firsts(self) -> Iterable[int]:
-        return range(1, self.pool.num_slots, _AT_ONCE)
+    def _from(self, first: int) -> np.ndarray:
+        """Return as many slots as are looked at at once, from `first` on, fewer at the end."""
+        return np.arange(first, min(first + self._at_once, self.pool.num_slots))
 
     def _look_around(self) -> None:
-        torch.set_num_threads(1)
         while not self._ended.is_set():
             began, rounds, looked = time.monotonic(), self._rounds, 0
-            with self._manager.guard.contain("looking at the host tier"):
+            try:
                 looked = self.check()
+            except Exception as error:
+                self._manager.guard.failed("looking at the host tier", error)
             spent = time.monotonic() - began
             # A tier that is empty is gone round in no time.
             idle = _IDLE if not looked and (rounds != self._rounds or not self._is_there.any()) else 0.0
@@ -340,39 +352,46 @@ class HostTier:
     def _look(self, slots: np.ndarray) -> int:
         """Hold slots against their seals, and report those that have stayed what they were meanwhile."""
         slots = slots[self._is_there[slots]]
-        if not len(slots):
+        if not len(slots) or self._hash is None or self._seals is None:
             return 0
         before = self._generations[slots]
-        seals, pool = self.pool.seals, self.pool
-        if seals is None:
-            return 0
-        log = ViolationLog(
-            ring=torch.zeros(4 * len(slots), VIOLATION_WORDS, dtype=torch.int64),
-            count=torch.zeros(1, dtype=torch.int64),
-        )
-        ops.verify_seals(
-            slots=torch.from_numpy(slots),
-            span=seals.everything,
-            endpoint=Endpoint(
-                tag=self.group.sweep_tag,
-                records=pool.records,
-                k_source=pool.k_source,
-                v_source=pool.v_source,
-                group=self._site >> 8,
-            ),
-            layers_per_band=seals.layers_per_band,
-            seed=seals.seed,
-            seals=seals.words,
-            step=torch.tensor([self._manager.step], dtype=torch.int64),
-            violations=log,
-            checked=self._checked,
-            backend="reference",
-        )
-        found = [ViolationRow._make(words) for words in log.ring[: min(int(log.count), len(log.ring))].tolist()]
-        stayed = dict(zip(slots.tolist(), (self._generations[slots] == before) & self._is_there[slots], strict=True))
-        if found := [row for row in found if stayed[row.slot]]:
-            self._manager.report(found)
+        records, seals = self.pool.records.numpy()[slots], self._seals.words.numpy()[slots]
+        writer = records[:, WRITER_WORD]
+        live = records.any(axis=1) & (writer >= 0)
+        sealed = live & (seals[:, 0] == writer) & (seals[:, 1] != 0)
+        chosen = np.flatnonzero(sealed)
+        kept, found = seals[chosen, 1:].view(np.uint64), self._hash.words(slots[chosen])
+        differ = kept ^ found
+        stayed = (self._generations[slots[chosen]] == before[chosen]) & self._is_there[slots[chosen]]
+        rows = [
+            self._row(
+                int(slots[chosen[n]]),
+                records[chosen[n]],
+                (Reason.SEAL_K if differ[n, band] & _LOW else 0) | (Reason.SEAL_V if differ[n, band] >> 32 else 0),
+                kv=int(seals[chosen[n], 1 + band]),
+                observed_kv=int(found.view(np.int64)[n, band]),
+                given=int(band),
+            )
+            for n, band in islice(zip(*np.nonzero((differ != 0) & stayed[:, None]), strict=True), _MOST_ROWS)
+        ]
+        self._verified += len(chosen)
+        self._unsealed += int(live.sum()) - len(chosen)
+        if rows:
+            self._manager.report(rows)
         return len(slots)
+
+    def _row(self, slot: int, record: np.ndarray, reasons: int, **more: int) -> ViolationRow:
+        """Return the violation row of a slot on the host, with its record."""
+        identity, chain, kv, writer = record.tolist()
+        facts = {"identity": identity, "chain": chain, "kv": kv, "writer": writer, "token": -1}
+        return ViolationRow(
+            **facts | more,
+            site=site_of(self.group.sweep_tag, self._place),
+            reasons=int(reasons),
+            slot=slot,
+            position=(identity >> 32) & 0xFFFFFFFF,
+            step=self._manager.step,
+        )
 
     def _take_in(self, backup: _Backup) -> None:
         host, numbers = backup.slots, backup.slots.numpy()
@@ -393,18 +412,7 @@ class HostTier:
         if has_gaps:
             nothing = np.zeros_like(nothing)
         rows = [
-            ViolationRow(
-                site=self._site,
-                reasons=int(Reason.FREED if retired[i] else Reason.NEVER_WRITTEN),
-                slot=int(numbers[i]),
-                position=int(records[i, 0]) >> 32 & 0xFFFFFFFF,
-                identity=int(records[i, 0]),
-                token=-1,
-                chain=int(records[i, 1]),
-                kv=int(records[i, 2]),
-                writer=int(records[i, 3]),
-                step=self._manager.step,
-            )
+            self._row(int(numbers[i]), records[i], Reason.FREED if retired[i] else Reason.NEVER_WRITTEN)
             for i in np.flatnonzero(retired | nothing).tolist()
         ]
         if rows:

@@ -483,6 +483,17 @@ def _vllm(found: Results, _: Sequence[str]) -> str:
     return f"{_table(head, table)}\n\n{_source(found, 'vllm_churn.json', 'vllm_detection.json')}"
 
 
+def _tiers(found: Results, _: Sequence[str]) -> str:
+    head = ["fault", "engine", "lives", "found", "by", "steps late at most", "blamed wrongly", "text came out wrong"]
+    rows = []
+    for row in load("tiers_detection.json"):
+        by = ", ".join(f"{look} {count}" for look, count in row["where"].items())
+        late = row["late_steps_max"] if row["found"] else ""
+        facts = [row["runs"], row["found"], by, late, row["blamed_wrongly"], row["wrong_text"]]
+        rows.append([row["fault"], row["engine"], *facts])
+    return f"{_table(head, rows)}\n\n{_source(found, 'tiers_detection.json')}"
+
+
 def _adapters_host(found: Results, _: Sequence[str]) -> str:
     rows = [
         [
@@ -529,6 +540,7 @@ BLOCKS: dict[str, Callable[[Results, Sequence[str]], str]] = {
     "difftest": _difftest,
     "engines": _engines,
     "vllm": _vllm,
+    "tiers": _tiers,
     "adapters_host": _adapters_host,
     "all": _all,
     "modules": _modules,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 import torch
 
 import kv_canary as kc
-from kv_canary.specs.structures import KvSource
+from kv_canary.host_seals import HostSeals
+from kv_canary.reference.seals import band_words
+from kv_canary.specs.structures import Endpoint, KvSource
 from kv_canary.tier import HostTier
 
 from .engine import BYTES, LAYERS, Engine, Request, full_engine, make_pool
@@ -198,18 +201,46 @@ def test_a_slot_that_changes_while_it_is_looked_at_is_no_finding(monkeypatch: py
     t, _, device, host = lived()
     t.backup(device, host)
     t.tier.settle()
-    look = kc.ops.verify_seals
+    assert t.tier._hash is not None
+    look = t.tier._hash.words
 
-    def freed_meanwhile(**arguments: object) -> None:
+    def freed_meanwhile(slots: np.ndarray) -> np.ndarray:
         t.tier.free(host)
         t.halves[0][:] = 7
-        look(**arguments)
+        return look(slots)
 
     t.halves[0][1, 24, 3] ^= 4
-    monkeypatch.setattr(kc.ops, "verify_seals", freed_meanwhile)
+    monkeypatch.setattr(t.tier._hash, "words", freed_meanwhile)
     t.tier.check()
     monkeypatch.undo()
     assert t.found() == {}
+
+
+@pytest.mark.parametrize("width", [8, 13, 64])
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("halves", ["K and V", "K", "V"])
+def test_the_host_hashes_as_the_reference_does(width: int, page: int, halves: str) -> None:
+    random = torch.Generator().manual_seed(width + page)
+    gap, per_band, layers, seed = 3, 2, 5, (1 << 63) - 5
+
+    def source() -> KvSource:
+        shape = (12, 2 + page * (width + gap))
+        rows = [torch.randint(0, 256, shape, dtype=torch.uint8, generator=random) for _ in range(layers)]
+        return KvSource(
+            layers=tuple(rows),
+            page_size=page,
+            bytes_per_token=width,
+            offset_bytes=2,
+            slot_bias=1,
+            token_stride_bytes=width + gap,
+        )
+
+    k, v = (source() if half in halves else None for half in "KV")
+    slots = torch.randperm(12 * page, generator=random)[:7] + 1
+    endpoint = Endpoint(tag=kc.Tag.SWEEP_FULL, records=torch.zeros(64, 4, dtype=torch.int64), k_source=k, v_source=v)
+    expected = band_words(endpoint, slots, layers_per_band=per_band, seed=seed)
+    hashed = HostSeals(k, v, layers_per_band=per_band, seed=seed).words(slots.numpy())
+    assert torch.equal(torch.from_numpy(hashed.view(np.int64)), expected)
 
 
 def test_the_thread_looks_at_what_arrives_first_and_then_at_all_of_it() -> None:

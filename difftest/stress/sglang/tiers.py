@@ -310,7 +310,9 @@ class Engine:
             host = self._host_slots(prompt)
             began["step"] = manager.step
             fault.behind(Copy(pool=self.pool, host=host, device=host, layer=-1, rng=rng))
-            for _ in range(-(-self.tier.pool.num_slots // 256)):
+            rounds, end = self.tier.facts.rounds, time.monotonic() + 60
+            # What has just arrived, and then all of it once.
+            while self.tier.facts.rounds < rounds + 2 and time.monotonic() < end:
                 self.look()
         with self._wrong(fault, "load", rng, began, of=prompt):
             [second] = self.serve([prompt])
