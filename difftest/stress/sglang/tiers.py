@@ -25,7 +25,7 @@ from unittest import mock
 import click
 import torch
 
-from kv_canary.commands.evidence import digests
+from kv_canary.commands.facts import facts
 from kv_canary.difftest.options import commit_option, json_option, seed_option
 from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.stress.sglang import engine
@@ -33,7 +33,6 @@ from kv_canary.difftest.stress.sglang import engine
 PAGE, POOL, PROMPT, NEW_TOKENS, OTHERS = 16, 512, 104, 6, 7
 # Whole pages of the prompt, which go to the host.
 KEPT = PROMPT // PAGE * PAGE
-KIND = "tiers"
 
 Phase = Literal["backup", "host", "load"]
 
@@ -484,9 +483,9 @@ def objections(row: Mapping[str, Any]) -> Iterator[str]:
 @click.option("--setting", "where", multiple=True, help="Only engines whose names begin so. [default: all]")
 @seed_option("Of the first life; the next ones count up.")
 @json_option("Write the rows here too.")
-@commit_option(default="unknown")
+@commit_option()
 def main(
-    lives: int, chosen: tuple[str, ...], where: tuple[str, ...], seed: int, json_path: Path | None, commit: str
+    lives: int, chosen: tuple[str, ...], where: tuple[str, ...], seed: int, json_path: Path | None, commit: str | None
 ) -> None:
     """Let KV go to host memory and back in SGLang, with one fault a life, and see what is found, where and when.
 
@@ -527,6 +526,7 @@ def main(
     for text in wrong:
         console.print(text, style="bold red", highlight=False)
     if json_path is not None:
-        shared = {"commit": commit, "sglang": installed("sglang"), "sources": digests(KIND)}
+        shared = facts("cpu", kind="tiers", commit=commit)
+        shared["versions"]["sglang"] = installed("sglang")
         json_path.write_text(json.dumps([{**row, **shared} for row in rows], indent=1) + "\n", encoding="utf-8")
     raise SystemExit(1 if wrong else 0)
