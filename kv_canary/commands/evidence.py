@@ -38,6 +38,8 @@ TRANSFORMERS = (
 )
 OPS = ("kernels", "reference", "kv_canary/specs", "kv_canary/ops.py", "kv_canary/backends.py")
 GENERATED = (*OPS, "difftest/strategies")
+# What makes a mutant, and judges it.
+MUTATION = tuple(f"difftest/mutation/{part}.py" for part in ("edits", "mutants", "overlay", "pool"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +87,12 @@ KINDS = {
     ),
     "mutants": Evidence(
         files=("mutants.json",),
-        sources=(*GENERATED, "difftest/corpus", "difftest/mutation"),
+        sources=(*GENERATED, "difftest/corpus", *MUTATION),
         command="kv-canary difftest mutants --part kernels --part reference --json bench/results/mutants.json",
     ),
     "runtime_mutants": Evidence(
         files=("runtime_mutants.json",),
-        sources=(*RUNTIME, "kv_canary/engines", "difftest/mutation"),
+        sources=(*RUNTIME, "kv_canary/engines", *MUTATION, "difftest/mutation/runtime.py"),
         command="kv-canary difftest mutants --part kv_canary --sample 300 --json bench/results/runtime_mutants.json",
     ),
     "difftest": Evidence(
