@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -242,7 +243,43 @@ def test_what_comes_from_files_is_taken_in_as_it_comes(llama, tmp_path, monkeypa
     assert seen() == {}
 
 
-def test_what_cannot_be_followed_is_refused_by_name(llama, monkeypatch):
-    monkeypatch.setattr(hicache, "_KNOWN", ("Another",))
-    with pytest.raises(ValueError, match="the host pool of kv must be one of Another, unsplit with a host tier"):
-        watched(llama)
+class Known:
+    """A host pool of a kind that is known."""
+
+    dcp_size = 1
+
+
+Known.__name__ = "MHATokenToKVPoolHost"
+
+
+def with_tier(**changed: Any) -> Any:
+    """Return what `hicache.check` reads of a scheduler that it serves, but for what is changed."""
+    entry = {"name": SimpleNamespace(value="kv"), "host_pool": Known(), "packed_draft_device_pools": ()}
+    entry |= {name: value for name, value in changed.items() if name in entry}
+    controller = SimpleNamespace(
+        host_memory_mode=changed.get("mode", "cache"),
+        mem_pool_host=SimpleNamespace(entries=[SimpleNamespace(**entry)]),
+    )
+    return SimpleNamespace(
+        tree_cache=SimpleNamespace(cache_controller=controller),
+        server_args=SimpleNamespace(
+            disaggregation_mode=changed.get("disaggregation", "null"), speculative_algorithm="EAGLE"
+        ),
+        spec_algorithm=SimpleNamespace(is_none=lambda: not changed.get("speculates")),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"disaggregation": "decode"}, "disaggregation_mode must be off .* with a host tier, got decode"),
+        ({"speculates": True}, "speculative_algorithm must be off with a host tier, got EAGLE"),
+        ({"mode": "buffer_only"}, "the host memory's mode must be cache with a host tier, got buffer_only"),
+        ({"host_pool": object()}, "the host pool of kv must be one of MHATokenToKVPoolHost, .* got object"),
+        ({"packed_draft_device_pools": (1,)}, "the host pool of kv must be one of"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(changed, said):
+    hicache.check(with_tier())
+    with pytest.raises(ValueError, match=said):
+        hicache.check(with_tier(**changed))

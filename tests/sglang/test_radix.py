@@ -225,15 +225,11 @@ def test_draft_pools_are_swept_where_keys_say_the_next_token_too(kind):
         assert all(rows == found["full"] for rows in found.values())
 
 
-def test_caches_with_a_host_tier_or_unknown_ones_are_refused():
+def test_caches_with_an_external_store_and_unknown_ones_are_refused():
     tree = Tree("python", 1)
     radix.check(tree.cache)
     radix.check(Tree("radix", 1).cache)
     radix.check(Tree("pure swa", 1).cache)
-    tree.cache.cache_controller = object()
-    with pytest.raises(ValueError, match="enable_hierarchical_cache off"):
-        radix.check(tree.cache)
-    tree.cache.cache_controller = None
     tree.cache.linker = object()
     with pytest.raises(ValueError, match="external store"):
         radix.check(tree.cache)
