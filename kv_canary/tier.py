@@ -130,13 +130,22 @@ class HostTier:
             layer_names=pool.layer_names,
             device="cpu",
         )
+        # A hash of K alone would differ from one of K and V.
+        is_known = (k_source is None, v_source is None) == (pool.k_source is None, pool.v_source is None)
+        self._hash: HostSeals | None = None
+        self._seals: torch.Tensor | None = None
         if pool.seals is not None:
-            self.pool.keep_seals(by_layer=True, seed=pool.seals.seed, layers_per_band=pool.seals.layers_per_band)
+            per_band, seed = pool.seals.layers_per_band, pool.seals.seed
+            # They travel in any case.
+            self._seals = torch.zeros(num_slots + 1, pool.seals.words.shape[1], dtype=torch.int64)
+            if is_known:
+                self.pool.keep_seals(by_layer=True, seed=seed, layers_per_band=per_band, words=self._seals)
+                self._hash = HostSeals(k_source, v_source, layers_per_band=per_band, seed=seed)
         self.group = BufferGroup(name=f"{group.name} on the host", pool=self.pool, window=group.window)
         self._place = manager.watch_place(self.group)
         widest = max((s.bytes_per_token for s in (k_source, v_source) if s is not None), default=1)
         self._at_once = max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // widest))
-        self._width = RECORD_WORDS + (0 if pool.seals is None else pool.seals.words.shape[1])
+        self._width = RECORD_WORDS + (0 if self._seals is None else self._seals.shape[1])
         # Of each slot: how often what it holds has changed, and whether bytes and records are there.
         self._generations = np.zeros(num_slots + 1, np.int64)
         self._is_there = np.zeros(num_slots + 1, bool)
@@ -146,13 +155,6 @@ class HostTier:
         self._loads: list[_Load] = []
         self._loading: _Load | None = None
         self._backed_up = self._loaded = 0
-        # What looks at bytes here; None where they are not known, or not sealed.
-        self._seals = self.pool.seals
-        self._hash = (
-            None
-            if self._seals is None
-            else HostSeals(k_source, v_source, layers_per_band=self._seals.layers_per_band, seed=self._seals.seed)
-        )
         self._waiting: deque[int] = deque(maxlen=_MOST_WAITING)
         self._cursor, self._rounds = 1, 0
         self._verified = self._unsealed = 0
@@ -172,6 +174,9 @@ class HostTier:
         pool, host = self._device_pool, host_slots.to("cpu", torch.int64) + 1
         self._forget(host)
         slots = device_slots.to(self._manager.device, torch.int64)
+        if slots.is_cuda:
+            # It was made on the scheduler's stream, as that of a load.
+            slots.record_stream(torch.cuda.current_stream(slots.device))
         parts = [pool.records[slots]]
         if (seals := pool.take_seals(slots)) is not None:
             parts.append(seals)
@@ -206,8 +211,8 @@ class HostTier:
         slots = device_slots.to(self._manager.device, torch.int64)
         rows = pinned(len(host) * self._width, slots.device).view(len(host), -1)
         parts = [self.pool.records[host]]
-        if self.pool.seals is not None:
-            parts.append(self.pool.seals.words[host])
+        if self._seals is not None:
+            parts.append(self._seals[host])
         is_there = torch.from_numpy(self._is_there[host.numpy()])
         rows.copy_(torch.where(is_there[:, None], torch.cat(parts, dim=1), 0))
         known = is_there | torch.from_numpy(self._is_unknown[host.numpy()])
@@ -269,6 +274,8 @@ class HostTier:
         loads, self._loads = self._loads, []
         pool, manager = self._device_pool, self._manager
         for load in loads:
+            if load.slots.is_cuda:
+                load.slots.record_stream(torch.cuda.current_stream(load.slots.device))
             rows = load.rows.to(load.slots.device, non_blocking=True)
             records = rows[:, :RECORD_WORDS]
             if load.arrived is not None:
@@ -292,7 +299,7 @@ class HostTier:
             unsealed=self._unsealed,
             waiting=len(self._waiting),
             rounds=self._rounds,
-            memory=self.pool.records.nbytes + (0 if self.pool.seals is None else self.pool.seals.words.nbytes),
+            memory=self.pool.records.nbytes + (0 if self._seals is None else self._seals.nbytes),
         )
 
     # The bytes on the host.
@@ -355,7 +362,7 @@ class HostTier:
         if not len(slots) or self._hash is None or self._seals is None:
             return 0
         before = self._generations[slots]
-        records, seals = self.pool.records.numpy()[slots], self._seals.words.numpy()[slots]
+        records, seals = self.pool.records.numpy()[slots], self._seals.numpy()[slots]
         writer = records[:, WRITER_WORD]
         live = records.any(axis=1) & (writer >= 0)
         sealed = live & (seals[:, 0] == writer) & (seals[:, 1] != 0)
@@ -398,8 +405,8 @@ class HostTier:
         stayed = self._generations[numbers] == backup.generations
         host, rows, numbers = host[stayed], backup.rows[stayed], numbers[stayed]
         self.pool.records[host] = rows[:, :RECORD_WORDS]
-        if self.pool.seals is not None:
-            self.pool.seals.words[host] = rows[:, RECORD_WORDS:]
+        if self._seals is not None:
+            self._seals[host] = rows[:, RECORD_WORDS:]
         self._is_there[numbers] = True
         self._backed_up += len(numbers)
         self._waiting.extend(numbers.tolist())

@@ -75,13 +75,16 @@ class KvPool:
         self.head_records: torch.Tensor | None = None
         self.seals: PoolSeals | None = None
 
-    def keep_seals(self, *, by_layer: bool, seed: int, layers_per_band: int | None = None) -> None:
+    def keep_seals(
+        self, *, by_layer: bool, seed: int, layers_per_band: int | None = None, words: torch.Tensor | None = None
+    ) -> None:
         """Keep seals, none of any slot yet; nothing is kept where there are no bytes.
 
         Args:
             by_layer: whether they tell layers apart, as far as records and seals stay below 0.3 % of K and V.
             seed: of the hash.
             layers_per_band: layers that one word is of, whatever that takes; None: as `by_layer` says.
+            words: where they lie, of the right shape, zeroed; None: in memory of their own.
         """
         sources = [source for source in (self.k_source, self.v_source) if source is not None]
         if self.seals is not None or not sources:
@@ -94,7 +97,7 @@ class KvPool:
             per_band = layers_per_band
         shape, device = (len(self.records), SEAL_HEADER_WORDS + -(-layers // per_band)), self.records.device
         self.seals = PoolSeals(
-            words=torch.zeros(shape, dtype=torch.int64, device=device),
+            words=torch.zeros(shape, dtype=torch.int64, device=device) if words is None else words,
             layers_per_band=per_band,
             seed=seed,
             everything=torch.tensor([0, (1 << 63) - 1], dtype=torch.int64, device=device),

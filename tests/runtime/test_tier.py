@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,13 +24,19 @@ BACKENDS = ("reference", "triton")
 class Tiered:
     """An engine with a tier, which copies in the order of SGLang's."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, *, is_seen: bool = True, **options: object) -> None:
         config = kc.CanaryConfig(**{"backend": "reference", "seals": "layer", **options})  # type: ignore[arg-type]
         self.group = kc.BufferGroup(name="full", pool=make_pool())
         self.engine = Engine([self.group], config)
         self.halves = [torch.zeros(LAYERS, HOST_SLOTS, BYTES, dtype=torch.uint8) for _ in range(2)]
         k, v = (KvSource(layers=tuple(half), page_size=1, bytes_per_token=BYTES, slot_bias=1) for half in self.halves)
-        self.tier = HostTier(self.engine.manager, self.group, num_slots=HOST_SLOTS, k_source=k, v_source=v)
+        self.tier = HostTier(
+            self.engine.manager,
+            self.group,
+            num_slots=HOST_SLOTS,
+            k_source=k,
+            v_source=v if is_seen else None,
+        )
 
     def slots(self, request: Request, start: int, end: int) -> torch.Tensor:
         return self.engine.tables["full"][request.row, start:end].long().clone()
@@ -76,7 +83,7 @@ class Tiered:
         return seen
 
 
-def lived(**options: object) -> tuple[Tiered, Request, torch.Tensor, torch.Tensor]:
+def lived(**options: Any) -> tuple[Tiered, Request, torch.Tensor, torch.Tensor]:
     """Return an engine, a request with ten positions, and their slots on the device and on the host."""
     t = Tiered(**options)
     a = t.engine.add("a", 40)
@@ -287,6 +294,17 @@ def test_a_tier_that_nobody_could_follow_is_taken_in_anew() -> None:
     t.tier.settle()
     t.halves[0][1, 24, 3] ^= 4
     assert set(t.found()) == {("SEAL_K",)}
+
+
+def test_where_the_host_s_bytes_are_not_known_seals_travel_and_nothing_is_looked_at_there() -> None:
+    t, a, device, host = lived(is_seen=False)
+    t.backup(device, host)
+    t.halves[1][1, 24, 3] ^= 4
+    assert t.found() == {}
+    assert t.tier.check() == 0
+    t.load(host, a, 0)
+    t.engine.manager.flush()
+    assert {(r.reasons, r.group, r.position) for r in t.engine.manager.reports} == {(("SEAL_V",), "full", 4)}
 
 
 def test_without_seals_records_travel_all_the_same() -> None:

@@ -15,6 +15,7 @@ import torch
 
 from kv_canary.difftest.stress.sglang import tiers as tiers_campaign
 from kv_canary.engines.sglang import hicache, session
+from kv_canary.tier import HostTier
 
 from . import engine
 from .clean import Run, Tokens, run_clean
@@ -241,6 +242,27 @@ def test_what_comes_from_files_is_taken_in_as_it_comes(llama, tmp_path, monkeypa
     assert session.current().manager.summary().unverified == req.cached_tokens
     served(scheduler, [PROMPT])
     assert seen() == {}
+
+
+@pytest.mark.parametrize("part", ["backup", "load", "land", "settle", "free", "check"])
+def test_a_tier_that_fails_in_log_mode_costs_no_more_than_its_watch(llama, monkeypatch, part):
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(part)
+
+    scheduler = watched(llama, starts=part == "check")
+    monkeypatch.setattr(HostTier, part, fails)
+    for _ in range(2):
+        [req] = served(scheduler, [PROMPT])
+        assert engine.is_greedy(llama, PROMPT, req.output_ids)
+        fill(scheduler, 12)
+    for _ in range(200 if part == "check" else 1):
+        if session.current().status()["failures"]:
+            break
+        time.sleep(0.05)
+    assert scheduler.flush_cache()
+    state = session.current().status()
+    assert (state["off"], state["violations"]) == ("", 0)
+    assert state["failures"]
 
 
 class Known:

@@ -46,7 +46,7 @@ def test_the_kept_churn_was_silent() -> None:
     assert churn["positions_verified"] == churn["positions_relied_on"]
 
 
-MORE = ("blocks swapped", "write dropped", "a drafter's layer, cached")
+MORE = ("blocks swapped", "handed out twice", "write dropped", "a drafter's layer, cached")
 
 
 @pytest.mark.parametrize(

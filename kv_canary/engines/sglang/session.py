@@ -250,6 +250,8 @@ class Session:
             )
         except BaseException:
             self._patches.undo_all()
+            if self._host_tiers is not None:
+                self._host_tiers.close()
             self.manager.close()
             raise
         # Parts of every forward, which allocate nothing, so that they may be entered again.
