@@ -17,8 +17,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from kv_canary.cases.comparison import Outcome
+from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.cli import main
+from kv_canary.difftest.campaign import _Hunt, _Job, _Over
 from kv_canary.difftest.worker import Executor, import_all
 from kv_canary.specs import get_spec
 
@@ -187,6 +188,25 @@ def test_a_kernel_that_hangs_is_found(tmp_path: Path) -> None:
         assert executor.restarts == 1
         with pytest.raises(ValueError, match="sleepy: y"):
             executor.check(get_spec("sleepy"), {"x": right, "y": torch.zeros(2, dtype=torch.int64)})
+
+
+def test_what_fails_while_a_campaign_is_being_ended_is_no_finding() -> None:
+    job = object.__new__(_Job)
+    job.known, job._hunt = set(), _Hunt()
+    mismatch = Mismatch(Outcome.RAISED, op="retire", backend="triton", detail="gcc was ended")
+    job.is_ended = lambda: True
+    with pytest.raises(_Over):
+        job.hunted(get_spec("retire"), {}, mismatch)
+    assert job._hunt.signature is None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("jobs", ["1", "3"])
+def test_a_run_has_as_many_cases_as_were_asked_for_whatever_the_jobs(jobs: str, tmp_path: Path) -> None:
+    options = ("--op", "retire", "--examples", "25", "--jobs", jobs, "--json", "facts.json")
+    done = difftest("run", *options, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "facts.json").read_text())["targets"]["retire"]["cases"] == 25
 
 
 @pytest.mark.long
