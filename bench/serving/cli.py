@@ -89,7 +89,8 @@ def engine(
       ratio       tokens per second against none of the same round: the median, and the range
       best        the fastest round against the fastest of none: where the host is the bound, and its cores are shared
                   with others, that says more than the median
-      host us     what the canary takes of the scheduler's thread, a decode step
+      host us     what the canary takes of the scheduler's thread: of a decode step of requests that go on, of a
+                  prefill's forward; in a churn of a step with what comes and ends at it
       stream us   what its launches take up of the forwards' stream, a decode step
       device ops  kernels, copies and fills that a step has more than without; the JSON names them
       longest gc  the longest pause of Python's garbage collector in any round

@@ -21,6 +21,7 @@ _HOST = (
     "kv_canary.engines.sglang.session:Session.note",
     "kv_canary.engines.sglang.session:Session._before",
     "kv_canary.engines.sglang.session:Session._after",
+    "kv_canary.engines.sglang.completion:Ended._note",
     "sglang.srt.kv_canary.runner.canary_manager:CanaryManager._pre_ops_outside_graph",
     "sglang.srt.kv_canary.runner.canary_manager:CanaryManager._post_ops_outside_graph",
 )

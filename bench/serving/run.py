@@ -72,7 +72,8 @@ class Row:
         n: rounds.
         tokens_per_s, step_ms: medians.
         longest_step_ms, gc_longest_ms: the worst of all rounds.
-        host_us: what the canary takes of the scheduler's thread, a decode step or a prefill's forward.
+        host_us: what the canary takes of the scheduler's thread: of a decode step of requests that go on, of a
+            prefill's forward, of a decode step of a churn with all that comes and ends between two of them.
         stream_us: what its launches take up of the forwards' stream, likewise; what else the host does meanwhile
             counts where the stream has nothing to do.
         operations: device operations of a step that none has not, or has less of: count and microseconds.

@@ -194,10 +194,12 @@ class Worker:
     def do_churn(self, *, requests: int, context: int, new: int, steps: int, host: bool = False) -> Script:
         """Decode while requests end and others come: so many always run, each for `new` tokens, their ends spread."""
         running = dict(enumerate(self._submit(requests, context, [1 + i * new // requests for i in range(requests)])))
-        clock = Clock(events=False) if host else None
+        clock: Clock | None = None
         passes: list[Pass] = []
         arrived = decoded = 0
         while decoded < steps + WARM_UP:
+            if host and clock is None and decoded == WARM_UP:
+                clock = Clock(events=False)
             yield
             passes.append(self._passed())
             decoded += passes[-1].decodes is True
@@ -214,7 +216,7 @@ class Worker:
             **self._canary(),
         }
         if clock is not None:
-            answer |= clock.stop(len(decodes))
+            answer |= clock.stop(steps)
         from sglang.srt.managers.io_struct import AbortReq
 
         self._scheduler.process_input_requests([AbortReq(rid="", abort_all=True)])
@@ -223,15 +225,18 @@ class Worker:
         return answer
 
     def do_host(self, *, requests: int, context: int, new: int, events: bool) -> Script:
-        """Decode with a clock around the canary's calls."""
+        """Decode with a clock around the canary's calls, until requests end: what they take then is in `do_churn`."""
         clock: list[Clock] = []
+        found: list[dict[str, Any]] = []
 
-        def begin(decoded: int) -> None:
+        def watch(decoded: int) -> None:
             if decoded == WARM_UP:
                 clock.append(Clock(events=events))
+            if decoded == new - 4:
+                found.append(clock[0].stop(new - 4 - WARM_UP))
 
-        _, passes = yield from self._serve(requests, context, new, each=begin)
-        return clock[0].stop(sum(p.decodes is True for p in passes) - WARM_UP)
+        yield from self._serve(requests, context, new, each=watch)
+        return found[0]
 
     def do_operations(self, *, requests: int, context: int, new: int) -> Script:
         """Decode with a profiler of the device."""

@@ -572,6 +572,7 @@ class CanaryManager:
         self.state.forget_graphs()
         self._retirement.forget_graphs()
         self._steps.audits.forget_graphs()
+        self._steps.scrub.forget_graphs()
         for forward in self._forwards.values():
             forward.forget_graphs()
         output.drain(_LAST_WORDS)

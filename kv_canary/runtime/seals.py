@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from kv_canary import ops
 from kv_canary.constants import Tag
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.cost import DeviceTimer
-from kv_canary.runtime.host import pinned, send
+from kv_canary.runtime.host import Mailbox, pinned
 from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.runtime.replays import round_up, rounded
 from kv_canary.runtime.summary import ScrubFacts
@@ -184,6 +185,8 @@ class Scrub:
         self._turn, self._cursor = 0, 1
         self._checked = torch.zeros(SEAL_COUNTS, dtype=torch.int64, device=context.device)
         self._seen = pinned(SEAL_COUNTS, context.device)
+        # Launches are replayed, that of each pool on the same span and step.
+        self._replays, self._mailbox = context.new_replays(), Mailbox(context.device, words=4)
         self._bandwidth = _UNKNOWN_BANDWIDTH if self._on_gpu else _SLOW_BANDWIDTH
         self._timing: tuple[DeviceTimer, int] | None = None
         self._rounds, self._began, self._last_began = 0, time.monotonic(), 0.0
@@ -236,6 +239,10 @@ class Scrub:
             self._cursor = 1
             self._verify(_ALL, timed=False)
 
+    def forget_graphs(self) -> None:
+        """Destroy the graphs that launches are replayed from."""
+        self._replays.forget()
+
     @property
     def facts(self) -> ScrubFacts | None:
         """What scrubs have done, as of some steps ago; None where nothing is sealed."""
@@ -254,20 +261,19 @@ class Scrub:
             DeviceTimer(context.device) if timed and self._timing is None and context.device.type == "cuda" else None
         )
 
-        def launch() -> None:
-            (span,) = send(context.device, (self._cursor, count))
-            verify_sealed(context, group, slots=None, span=span, checked=self._checked)
+        span, step = self._mailbox.post((self._cursor, count), (context.step,))
 
+        def launch() -> None:
+            verify_sealed(context, group, slots=None, span=span, checked=self._checked, step=step)
+            self._seen.copy_(self._checked, non_blocking=True)
+
+        began = time.monotonic()
+        with contextlib.nullcontext() if timer is None else timer.span():
+            self._replays.run(self._turn, launch)
         if timer is not None:
-            with timer.span():
-                launch()
             self._timing = timer, count * each
-        else:
-            began = time.monotonic()
-            launch()
-            if timed and not self._on_gpu:
-                self._timed(count * each, time.monotonic() - began)
-        self._seen.copy_(self._checked, non_blocking=True)
+        elif timed and not self._on_gpu:
+            self._timed(count * each, time.monotonic() - began)
         self._pieces.append(_Piece(pool, self._cursor, self._cursor + count, context.step))
         self._cursor += count
         if self._cursor >= pool.num_slots:

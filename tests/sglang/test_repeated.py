@@ -12,7 +12,7 @@ pytest.importorskip("sglang")
 import torch
 
 from kv_canary.difftest.stress.sglang.replayed import Graphs
-from kv_canary.engines.sglang import graphs, session
+from kv_canary.engines.sglang import compose, graphs, session
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.forward import SingleForwardManager
 from kv_canary.runtime.replays import Replays
@@ -74,6 +74,32 @@ def test_requests_that_come_and_go_are_repeated_and_silent(
     assert all(engine.is_greedy(llama, r.origin_input_ids, r.output_ids) for r in reqs if r.rid != "r9")
     # Most decodes are, although the list changes all the time.
     assert sum(repeated) > len(repeated) / 2 > 15
+
+
+def test_requests_are_asked_when_they_join_a_list_and_seldom_again(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    take = compose._Rows.take
+
+    def counted(self: Any, row: int, req: Any, **kwargs: Any) -> None:
+        asked.append(req.rid)
+        take(self, row, req, **kwargs)
+
+    monkeypatch.setattr(compose._Rows, "take", counted)
+    # Those of requests that have ended are let go of again and again meanwhile.
+    monkeypatch.setattr(compose, "_MOST_TAKEN", 3)
+    scheduler = build(llama)
+
+    def arrive(step: int) -> None:
+        if step % 2 == 0 and step < 40:
+            engine.submit(scheduler, tokens(9, step), 5 + step % 7, rid=f"r{step}")
+
+    arrive(0)
+    engine.run_all(scheduler, arrive)
+    assert set(asked) == {f"r{step}" for step in range(0, 40, 2)}
+    # Those are asked again that have prefilled and not decoded yet when others are let go of.
+    assert len(asked) < 1.5 * len(set(asked)), asked
+    members = session.current()._composer._rows._members
+    assert sum(req is not None for req in members) <= 3
 
 
 @pytest.mark.parametrize(("change", "who"), [(swap_rows, {"a", "b"}), (shorten, {"b"})], ids=["rows", "length"])

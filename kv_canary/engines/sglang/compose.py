@@ -126,14 +126,13 @@ class _Rows:
         """Return the lists that the requests' generated tokens were in when their rows were taken in."""
         return list(map(self._texts.__getitem__, rows))
 
-    def let_go(self, compositions: Iterable[Composition | None]) -> None:
-        """Keep no request but those of these compositions, now and then."""
+    def let_go(self, lists: Iterable[Int64s]) -> None:
+        """Keep no request but those of these rows, now and then."""
         if self._taken < _MOST_TAKEN:
             return
         self._taken, kept, texts = 0, [None] * len(self._members), [None] * len(self._members)
-        for composition in compositions:
-            for row in () if composition is None else composition.rows.tolist():
-                kept[row], texts[row] = self._members[row], self._texts[row]
+        for row in np.concatenate(list(lists)).tolist():
+            kept[row], texts[row] = self._members[row], self._texts[row]
         self._members, self._texts = kept, texts
 
     def _grow(self, rows: int) -> None:
@@ -179,7 +178,7 @@ class Composer:
         )
         self._source.know(composition.members, known.prompts[at], known.texts(rows))
         mine.take(reqs, composition)
-        known.let_go((self._decoding.composition, self._others.composition))
+        known.let_go((self._decoding.rows, self._others.rows))
         return composition
 
     def _know(self, reqs: Sequence[Any], rows: Sequence[int]) -> bool:
@@ -239,7 +238,8 @@ class Composer:
         """Take in that the request of a row has given it back: if it comes again, its text may be another one."""
         self._rows.forget(row)
         self._source.forget()
-        self._decoding, self._others = _List(), _List()
+        for mine in (self._decoding, self._others):
+            mine.end()
 
     def forget(self) -> None:
         """Compose the next batch from nothing."""
@@ -252,6 +252,8 @@ class _List:
     def __init__(self) -> None:
         self.reqs: list[Any] = []
         self.composition: Composition | None = None
+        # Those of the last composition, over or not.
+        self.rows = one_each(0)
         # What was last seen to hold its rows.
         self._mirror: Any = None
         # Its requests in the last decode step; what each has generated, and the place of its newest token there.
@@ -311,8 +313,13 @@ class _List:
         return requests
 
     def take(self, reqs: Sequence[Any], composition: Composition) -> None:
-        self._last, self._texts = None, []
-        self.reqs, self.composition, self._mirror = list(reqs), composition, None
+        """Take in a list that is composed."""
+        self.end()
+        self.reqs, self.composition, self.rows = list(reqs), composition, composition.rows
+
+    def end(self) -> None:
+        """Compose the next list anew; what is known of its rows stays."""
+        self.reqs, self.composition, self._last, self._texts, self._mirror = [], None, None, [], None
 
 
 def _is(rows: Int64s, mirror: Any) -> bool:
