@@ -46,14 +46,14 @@ test: check ## check, then the tests, Triton in its interpreter
 test-long: .venv/.stamp .venv-sglang/.stamp .venv-vllm/.stamp ## the tests that take long, SGLang's and vLLM's too
 	.venv/bin/pytest -n 2 --benchmark-disable -m 'long and not tf517' --ignore tests/sglang --ignore tests/vllm
 	.venv/bin/pytest -n 2 --examples 400 tests/difftest/test_every_op.py tests/difftest/test_naive.py
-	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest -n 2 --dist loadgroup -m long tests/sglang
+	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest -n 2 --dist loadscope -m long tests/sglang
 	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest -n 2 --dist worksteal -m long tests/vllm
 
 test-tf517: .venv-tf517/.stamp ## the adapter's tests with the oldest transformers, in .venv-tf517
 	.venv-tf517/bin/pytest -n 2 --benchmark-disable -m 'not long' tests/engines
 
 test-sglang: .venv-sglang/.stamp ## the adapter in SGLang's own engine, on the CPU, in .venv-sglang
-	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest -n 2 --dist loadgroup -m 'not long' tests/sglang
+	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest -n 2 --dist loadscope -m 'not long' tests/sglang
 
 test-vllm: .venv-vllm/.stamp ## the adapter in vLLM's own engine, on the CPU, in .venv-vllm
 	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest -n 2 --dist worksteal -m 'not long' tests/vllm
@@ -96,13 +96,13 @@ clean: ## remove environments, builds and caches; found counterexamples stay
 
 # $(call install,folder,command,packages): make an environment of the packages, in the versions that `command` prints.
 # torch comes first and by itself: the build that pip prefers (a local CPU one, say) is taken, and then pinned to the
-# letter so that nothing replaces it. A CUDA build brings the Triton that it was made with; the pin is for the others.
+# letter so that nothing replaces it. What is compiled is what is imported, when it is. A CUDA build brings the Triton that it was made with; the pin is for the others.
 define install
 	test -x $(1)/bin/pip || $(or $(PYTHON),$(error kv-canary: setup needs Python 3.11 or 3.12 with venv: make setup PYTHON=...)) -m venv $(1)
 	$(2) | grep -v '^triton==' > $(1)/constraints.txt
-	$(1)/bin/pip install -q -c $(1)/constraints.txt torch setuptools
+	$(1)/bin/pip install -q --no-compile -c $(1)/constraints.txt torch setuptools
 	$(1)/bin/pip show torch | grep -q '^Requires:.*triton' || $(2) | grep '^triton==' >> $(1)/constraints.txt
 	$(1)/bin/pip freeze --all | grep '^torch==' >> $(1)/constraints.txt
-	$(1)/bin/pip install -q -c $(1)/constraints.txt --no-build-isolation $(3)
+	$(1)/bin/pip install -q --no-compile -c $(1)/constraints.txt --no-build-isolation $(3)
 	touch $(1)/.stamp
 endef

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,9 @@ collect_ignore = ["environment"]
 if not IS_HERE:
     collect_ignore_glob = ["*"]
 
+# One process plays all scenes of these.
+OF_ONE_WORKER = ("test_pd.py",)
+
 # SGLang reads it when it is imported.
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
@@ -22,6 +26,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-minutes", default="0.3", help="how long the canary is made to fail in SGLang's engine")
     parser.addoption("--chaos-result", help="file to write what came of it to")
     parser.addoption("--chaos-seed", default="1", help="the first life's seed; others count on")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let any worker have any test, but those of a file that share what is costly, which are one worker's."""
+    # `--dist loadgroup` does nothing with pytest 9.2, whose tests do not take the names that xdist 3.8 gives them.
+    if config.getoption("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Grouped(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return file if file.endswith(OF_ONE_WORKER) else nodeid
+
+    return Grouped(config, log)
 
 
 @pytest.hookimpl(trylast=True)

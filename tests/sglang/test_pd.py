@@ -25,9 +25,6 @@ FOUND: dict[str, tuple[set[str], set[str]]] = {
 SEALED = ("k_bit", "v_bit")
 WINDOWED = {"window_page_dropped": ({"NEVER_WRITTEN"}, {"NEVER_WRITTEN"})}
 
-# One process plays all scenes.
-pytestmark = pytest.mark.xdist_group("pd")
-
 Results = dict[str, dict[str, list[Outcome]]]
 
 
