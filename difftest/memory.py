@@ -61,13 +61,18 @@ class Span:
 
 
 def guarded(
-    spec: KernelSpec, arguments: Mapping[str, Any], *, device: torch.device | str, fill: int
+    spec: KernelSpec,
+    arguments: Mapping[str, Any],
+    *,
+    device: torch.device | str,
+    fill: int,
+    keeps_scratch: bool = False,
 ) -> tuple[dict[str, Any], list[Span]]:
     """Return a guarded copy of `arguments` on `device`, and its spans.
 
     Outputs are poisoned with a pattern that is the same in every run, so that bytes left untouched compare equal;
     scratch, guard zones and gaps in inputs are filled with the pattern of run `fill`: around integers small numbers
-    where it is odd, else any bytes.
+    where it is odd, else any bytes. With `keeps_scratch`, scratch that is not giant holds what it does in `arguments`.
 
     Around every row of a giant tensor up to `GUARD_BYTES` of the gap on each side are guard bytes; what lies further
     from the rows is neither filled nor compared. On the CPU a row costs the pages it lies in; a GPU has no storage
@@ -76,8 +81,10 @@ def guarded(
     spans: list[Span] = []
 
     def place(leaf: Leaf) -> torch.Tensor:
-        make = _place_giant if is_giant(leaf.tensor) else _place
-        placed, span = make(leaf, torch.device(device), fill)
+        if is_giant(leaf.tensor):
+            placed, span = _place_giant(leaf, torch.device(device), fill)
+        else:
+            placed, span = _place(leaf, torch.device(device), fill, keeps_scratch=keeps_scratch)
         spans.append(span)
         return placed
 
@@ -101,7 +108,7 @@ def room_for(spec: KernelSpec, arguments: Mapping[str, Any], *, device: torch.de
             torch.cuda.empty_cache()
 
 
-def _place(leaf: Leaf, device: torch.device, fill: int) -> tuple[torch.Tensor, Span]:
+def _place(leaf: Leaf, device: torch.device, fill: int, *, keeps_scratch: bool) -> tuple[torch.Tensor, Span]:
     """Return a copy of the leaf in a span of its own, filled and compared as a whole."""
     tensor = leaf.tensor.cpu()
     num_bytes = span_bytes(tensor)
@@ -112,7 +119,7 @@ def _place(leaf: Leaf, device: torch.device, fill: int) -> tuple[torch.Tensor, S
         _make_plausible(raw, start, leaf.tensor, seed=fill)
     if leaf.role == "out":
         raw[start:end] = _pattern(num_bytes, seed=_seed_of(leaf))
-    elif leaf.role != "scratch" and num_bytes:
+    elif (leaf.role != "scratch" or keeps_scratch) and num_bytes:
         # Gaps between the rows of an in/out tensor must come back as they were, so they are alike in every run.
         raw[start:end] = _pattern(num_bytes, seed=fill if leaf.role == "in" else _seed_of(leaf))
         view_of(raw, start, tensor).copy_(tensor)

@@ -119,7 +119,7 @@ class _Search:
         if not self._ask(self.best):
             raise ValueError(must_be("minimize", "arguments", "a call that fails", "one that does not"))
         # What scratch holds seldom matters: `bind` allocates it, as large as each smaller call needs.
-        scratch = [n for n, s in self.spec.arguments.items() if isinstance(s, TensorSpec) and s.role == "scratch"]
+        scratch = self.spec.scratch
         call = self.spec.bind({**self.best, **dict.fromkeys(scratch)})
         if scratch and self._ask(call):
             self.best, self._fresh = call, dict.fromkeys(scratch)

@@ -31,7 +31,12 @@ def check_case(
     """
     bound = spec.bind(arguments)
     with room_for(spec, bound, device=device):
-        _check(spec, bound, device, again=again)
+        _check(spec, bound, device, again=again, keeps_scratch=gives_scratch(spec, arguments))
+
+
+def gives_scratch(spec: KernelSpec, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call says what some of its scratch holds before."""
+    return any(arguments.get(name) is not None for name in spec.scratch)
 
 
 def launch(
@@ -42,13 +47,14 @@ def launch(
     device: torch.device | str,
     fill: int,
     in_graph: bool = False,
+    keeps_scratch: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Run a complete call on guarded copies; return the bytes of every output and in/out tensor, by path.
 
     Raises:
         Mismatch: it raised, wrote beside a tensor, or wrote an input.
     """
-    copies, spans = guarded(spec, bound, device=device, fill=fill)
+    copies, spans = guarded(spec, bound, device=device, fill=fill, keeps_scratch=keeps_scratch)
     function = implementation(spec.name, backend)
     try:
         if in_graph:
@@ -78,10 +84,15 @@ def launch(
     return got
 
 
-def _check(spec: KernelSpec, bound: Mapping[str, Any], device: torch.device | str, *, again: bool) -> None:
+def _check(
+    spec: KernelSpec, bound: Mapping[str, Any], device: torch.device | str, *, again: bool, keeps_scratch: bool
+) -> None:
     reference = launch(spec, bound, backend="reference", device="cpu", fill=1)
     triton = launch(spec, bound, backend="triton", device=device, fill=2)
     _compare(spec, bound, reference, triton, backend="triton", outcome=Outcome.BYTES_DIFFER)
+    if keeps_scratch:
+        kept = launch(spec, bound, backend="triton", device=device, fill=2, keeps_scratch=True)
+        _compare(spec, bound, reference, kept, backend="triton", outcome=Outcome.BYTES_DIFFER)
     if again:
         for backend, first, where in (("reference", reference, torch.device("cpu")), ("triton", triton, device)):
             second = launch(spec, bound, backend=backend, device=where, fill=3)

@@ -50,11 +50,16 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
         # A tile of tokens that all share their slots with those of another request, which has the same prefix.
         yield _alike(NARROW_TILE, one_prefix=True)
         yield _alike(3, one_prefix=False)
+        yield _alike(1, one_prefix=False)
         yield _shared()
         # Every slot goes to another token far behind, more of them than all programs take at once.
         yield _twice(_write([(0, 4 * INTERPRETER_PROGRAMS * TILE_TOKENS)], num_bytes=260))
-        # As few as one program takes, and no token.
+        # Whose marks of slots say of this step what it would have left, or of another one, that looks like it.
+        for step in (9, (1 << 31) + 9):
+            yield _with_stale_marks(_twice(_write([(0, 8 * TILE_TOKENS)], num_bytes=260)), step=step)
+        # As few as one program takes, and no token, or none that a request writes.
         yield _write([(1, 0)] * 3, num_bytes=16)
+        yield _with_wrong_seeds(_write([(1, 5)] * 3, num_bytes=16), count=0)
         # Nobody writes, and the plan holds what it was left with.
         yield _with_wrong_seeds(_write([(1, 5)] * 40, num_bytes=16), count=0)
         # Few inputs, which one program takes at once, and thrice as many tokens.
@@ -94,6 +99,9 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
         call = _wrong_alone("k_source", fingerprint=0, kv=0)
         call["endpoint"].records[1, 1] += 1
         yield call
+        # There is no slot but that of padding.
+        records = torch.zeros(1, 4, dtype=torch.int64)
+        yield _resolved() | {"endpoint": Endpoint(tag=Tag.TAIL_FULL, records=records)}
     elif op in ("seal", "verify_seals"):
         yield _hashed_to_zero(op)
         # Bytes so many and so little aligned that a program takes one slot at a time.
@@ -186,23 +194,46 @@ def _twice(call: dict[str, Any]) -> dict[str, Any]:
     return call
 
 
+def _with_stale_marks(call: dict[str, Any], *, step: int) -> dict[str, Any]:
+    """Return `call`, whose second half of tokens has the slots of the first, with marks that are wrong in every way.
+
+    In one way in a tile: where a mark is not understood, all of the tile are done without.
+    """
+    tokens, tile = len(call["out_slots"]), TILE_TOKENS
+    slots = call["out_slots"][: tokens // 2]
+    behind = torch.cat([slots[tile + 4 : tile + 5], slots[2 * tile : 3 * tile]])
+    more = {name: torch.cat([call[name], call[name][: len(behind)]]) for name in ("input_ids", "positions")}
+    # Of the first token that has the slot; of another slot's; of one behind the batch, of one right behind it.
+    marks = torch.arange(len(slots))
+    marks[:tile] = tokens - 1
+    marks[2 * tile : 3 * tile] = torch.arange(tokens + 1, tokens + 1 + tile)
+    marks[tile + 4] = tokens
+    slot_marks = torch.zeros(len(call["endpoint"].records), dtype=torch.int64)
+    slot_marks[slots] = marks | (step & ((1 << 31) - 1)) << 32
+    more["out_slots"] = torch.cat([call["out_slots"], behind])
+    return call | more | {"slot_marks": slot_marks, "step": torch.tensor([step])}
+
+
 def _shared() -> dict[str, Any]:
     """Return a write of few tokens, two to a slot, in each of the ways that a kernel may take for another."""
-    call = _write([(0, 1)] * 8, num_bytes=16)
+    call = _write([(0, 1)] * 10, num_bytes=16)
     plan, tails, tokens, slots = call["write_plan"], call["tails"], call["input_ids"], call["out_slots"]
     # The first one's slot goes to padding, which has no owner, as it has.
     plan.rows[1], plan.owners[0], slots[1] = 0, 1 << 24, slots[0]
     # The third one's chain is 0, as that of a token nobody asks for; its slot goes to another token.
     scale = to_signed(pow(CHAIN_MULTIPLIER, -1, 1 << 64))
     call["positions"].zero_()
-    tails[3] = -mix(identity(tokens[2], call["positions"][2])) * scale
-    slots[3] = slots[2]
+    for i in (2, 8):
+        tails[i + 1] = -mix(identity(tokens[i], call["positions"][i])) * scale
+        slots[i + 1] = slots[i]
+    # The ninth one's likewise; its slot goes to the same token, of padding.
+    plan.rows[9], tokens[9] = 0, tokens[8]
     # The fifth one's goes to the same token of the same prefix.
     tails[6], tokens[5], slots[5] = tails[5], tokens[4], slots[4]
     # The seventh one's lies far before the pool.
     slots[6] = -(1 << 40)
-    # The last one has that of a token behind the batch.
-    kept = {name: torch.cat([call[name], call[name][-1:]]) for name in ("input_ids", "positions", "out_slots")}
+    # The eighth one has that of a token behind the batch.
+    kept = {name: torch.cat([call[name], call[name][7:8]]) for name in ("input_ids", "positions", "out_slots")}
     return call | kept | {"ring": True}
 
 
@@ -292,7 +323,8 @@ def _seals(op: str, source: KvSource, *, num_slots: int) -> dict[str, Any]:
     }
     if op == "seal":
         return call | {"written_in": None}
-    checked = torch.zeros(4, dtype=torch.int64)
+    # As launches before have left it.
+    checked = torch.arange(3, 7)
     return call | {"step": torch.tensor([9]), "violations": ViolationLog.allocate(ring_cap=4), "checked": checked}
 
 

@@ -164,6 +164,11 @@ class KernelSpec:
             check(bound, binding.sizes)
         return bound
 
+    @property
+    def scratch(self) -> list[str]:
+        """The arguments that may hold anything before a call, and that a call need not have."""
+        return [n for n, spec in self.arguments.items() if isinstance(spec, TensorSpec) and spec.role == "scratch"]
+
     def leaves(self, arguments: Mapping[str, Any]) -> Iterator[Leaf]:
         """Yield every tensor in `arguments`, with its path, role and spec."""
         for name, spec in self.arguments.items():

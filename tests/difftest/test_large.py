@@ -10,14 +10,14 @@ from kv_canary.difftest.strategies.large import large_cases
 from kv_canary.specs import get_spec
 
 COUNTS = {
-    "write": 17,
+    "write": 21,
     "chain_tails": 6,
     "scatter_token_ids": 7,
     "seal": 2,
     "verify_seals": 2,
     "plan": 5,
     "verify_prefixes": 5,
-    "verify_resolved": 6,
+    "verify_resolved": 7,
 }
 
 

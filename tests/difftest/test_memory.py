@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import kv_canary as kc
+from kv_canary.backends import implementation
 from kv_canary.cases.casefile import case_file
 from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.cases.packing import GIANT_BYTES, is_giant, pack, sparse_storage, unpack
@@ -474,3 +475,29 @@ def test_rows_far_apart_are_shown_as_such() -> None:
     shown = console.export_text()
     assert f"int64[5, 4], a row every {FAR} " in shown
     assert shown.count("a row every") == 1
+
+
+def test_scratch_that_a_call_gives_is_kept_in_a_run_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What scratch holds before must not matter: a call may say what it holds that could."""
+    from kv_canary.difftest import runner
+    from kv_canary.difftest.strategies.large import large_cases
+
+    held: list[Any] = []
+    write = runner.implementation("write", "triton")
+
+    def seen(**arguments: Any) -> None:
+        held.append(arguments["slot_marks"].clone())
+        write(**arguments)
+
+    monkeypatch.setattr(
+        runner, "implementation", lambda op, backend: seen if backend == "triton" else implementation(op, backend)
+    )
+    spec = get_spec("write")
+    cases = list(large_cases("write", torch.device("cpu")))
+    given = next(case for case in cases if "slot_marks" in case)
+    for case, runs in ((given, 3), ({**given, "slot_marks": None}, 2)):
+        held.clear()
+        check_case(spec, case)
+        assert len(held) == runs
+        kept = [torch.equal(marks, given["slot_marks"]) for marks in held]
+        assert sum(kept) == runs - 2, case["step"]
