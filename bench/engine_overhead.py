@@ -109,7 +109,7 @@ def check(model: Any, *, page: int, chunk: int) -> dict[str, Any]:
     finally:
         engine.close()
     held = {
-        "a healthy engine has no violation": healthy.status == "healthy" and not healthy.violations,
+        "a healthy engine has no violation": healthy.watching == "complete" and not healthy.violations,
         "every position is verified": healthy.positions_verified == healthy.positions_relied_on > 0,
         "one bit was flipped": len(injections) == 1,
         "it was found at once": any(r.step == i.step and r.slot in i.slots for r in reports for i in injections),
@@ -267,7 +267,7 @@ def _failed(engines: Mapping[str, Engine], runs: Mapping[str, Sequence[Run]], sh
         summary = engine.canary.summary()
         relied_on, verified = summary.positions_relied_on, summary.positions_verified
         held[f"{mode}: no violation"] = summary.violations == 0
-        held[f"{mode}: healthy"] = summary.status == "healthy"
+        held[f"{mode}: healthy"] = summary.watching == "complete"
         if mode == "full":
             held[f"{mode}: every position was verified"] = verified == relied_on > 0
         else:

@@ -19,6 +19,7 @@ _ELSEWHERE = {
     "doctor": "kv_canary.commands.doctor:doctor",
     "evidence": "kv_canary.commands.evidence_pages:evidence",
     "report": "kv_canary.commands.report:report",
+    "run": "kv_canary.commands.run:run",
     "stress": "kv_canary.difftest.stress.cli:stress",
 }
 

@@ -11,7 +11,7 @@ import pytest
 from kv_canary.config import CanaryConfig
 from kv_canary.perturb import MODES, PerturbConfig
 from kv_canary.perturb_settings import PREFIX
-from kv_canary.runtime.summary import CanaryStatus
+from kv_canary.runtime.summary import Watching
 from kv_canary.settings import ENVIRONMENT
 
 ROOT = Path(__file__).parents[1]
@@ -47,5 +47,5 @@ def test_the_table_of_ways_to_run_names_settings() -> None:
 def test_every_fault_and_every_status_is_in_the_guide() -> None:
     text = GUIDE.read_text()
     assert all(f"| `{mode}` |" in text for mode in MODES)
-    statuses = list(CanaryStatus)
+    statuses = list(Watching)
     assert all(f"| `{status}` |" in text for status in statuses)

@@ -75,7 +75,7 @@ def run_life(
         "replays": engine.replays,
         "false_alarms": summary.violations,
         "discarded": summary.discarded,
-        "status": summary.status,
+        "watching": summary.watching,
         "stride": summary.stride,
         "cost": None if cost is None else {"fixed_us": cost.fixed * 1e6, "entry_ns": cost.entry * 1e9},
         "positions_relied_on": summary.positions_relied_on,
@@ -202,7 +202,7 @@ def main(device: str, steps: int, json_path: Path | None, commit: str | None) ->
 
 def _is_clean(result: Mapping[str, Any]) -> bool:
     lives_clean = all(
-        not life["false_alarms"] and not life["wrong_tokens"] and life["status"] == "healthy"
+        not life["false_alarms"] and not life["wrong_tokens"] and life["watching"] == "complete"
         for life in result["lives"]
     )
     return lives_clean and all(c["same_records"] and c["same_violations"] for c in result["compared"])
@@ -210,7 +210,7 @@ def _is_clean(result: Mapping[str, Any]) -> bool:
 
 def _print(console: Console, result: Mapping[str, Any]) -> None:
     columns = ("engine", "steps", "finished", "ran_on", "replays", "wrong_tokens")
-    more = ("positions_verified", "stride", "discarded", "false_alarms", "status")
+    more = ("positions_verified", "stride", "discarded", "false_alarms", "watching")
     for title, rows, names in (
         ("Overlapped scheduling", result["lives"], (*columns, *more)),
         (

@@ -131,7 +131,7 @@ class RankEngine(ScriptedEngine):
         summary, watch = self.manager.summary(), self.manager.ranks
         return {
             "steps": summary.steps,
-            "status": summary.status,
+            "watching": summary.watching,
             "reasons": sorted(summary.reasons),
             "compared": 0 if watch is None else watch.compared,
             "differences": [

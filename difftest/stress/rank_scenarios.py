@@ -232,7 +232,7 @@ def _leaving(place: Place, *, mode: str, leave: Callable[[], None]) -> Facts:
         # What is found alone is logged, and raised by nobody.
         engine.damage(a, 20)
     timeout = place.ranks.timeout
-    while time.monotonic() - began < 2 * timeout and engine.manager.summary().status != "degraded":
+    while time.monotonic() - began < 2 * timeout and engine.manager.summary().watching != "partial":
         engine.extend((a, 1))
         time.sleep(timeout / 50)
     for _ in range(3):
@@ -263,7 +263,7 @@ class Scenario:
 def _told(results: Sequence[Facts], *differences: tuple[str | None, str, list[int]]) -> bool:
     """Return whether every rank told of exactly these differences: request, what, which ranks."""
     expected = [[name, [what], ranks, ["full", "window"]] for name, what, ranks in differences]
-    return all(r["differences"] == expected and r["status"] == "healthy" and r["compared"] for r in results)
+    return all(r["differences"] == expected and r["watching"] == "complete" and r["compared"] for r in results)
 
 
 def _clean(results: Sequence[Facts]) -> bool:
@@ -284,7 +284,7 @@ def _named(results: Sequence[Facts], difference: str) -> bool:
 
 def _degraded(results: Sequence[Facts]) -> bool:
     first = results[0]
-    return first["status"] == "degraded" and first["reasons"] == ["K"] and not any(r["raised"] for r in results)
+    return first["watching"] == "partial" and first["reasons"] == ["K"] and not any(r["raised"] for r in results)
 
 
 SCENARIOS: Mapping[str, Scenario] = {

@@ -111,8 +111,8 @@ class Tally:
         self.lives += 1
         self.false_alarms += summary["violations"] + summary["discarded"]
         self.wrong += [f"{whose}: {sentence}" for sentence in reports[:3]]
-        if summary["status"] != "healthy":
-            self.wrong.append(f"{whose}: the canary says that it is {summary['status']}")
+        if summary["watching"] != "complete":
+            self.wrong.append(f"{whose}: the canary says that it is {summary['watching']}")
         if summary["positions_relied_on"] != relied_on:
             got = summary["positions_relied_on"]
             self.wrong.append(f"{whose}: {relied_on} cached positions were relied on, the canary counted {got}")

@@ -113,7 +113,7 @@ def must_be_silent(run: Run) -> bool:
 
 def is_as_it_should_be(run: Run, result: dict[str, Any]) -> bool:
     """Return whether a run's fault came to light: on the decode side, in its pool, and for whom it hit, alone."""
-    if any(result[side]["summary"]["status"] != "healthy" for side in SIDES) or result["prefill"]["reports"]:
+    if any(result[side]["summary"]["watching"] != "complete" for side in SIDES) or result["prefill"]["reports"]:
         return False
     blamed = {(r["request"], r["tag"].split("_")[1]) for r in result["decode"]["reports"]}
     if must_be_silent(run):

@@ -128,7 +128,7 @@ def compare(model: Any, mode: str) -> dict[str, Any]:
         "no violations": summary.violations == 0,
         "every forward": summary.steps == watched.forwards > 0,
         "every position": summary.positions_verified == summary.positions_relied_on > 0,
-        "healthy": summary.status == "healthy",
+        "healthy": summary.watching == "complete",
         "graphs as asked": (watched.replays > 0 and watched.captured > 0) == graphs,
         "as many replays": watched.replays == plain.replays,
     }

@@ -120,15 +120,16 @@ def _ratio(row: dict[str, Any]) -> str:
 
 
 def _cost(found: Results, _: Sequence[str]) -> str:
-    ratios = {(*_batch(r), r["mode"]): r for r in load("h200_engine_cost.json")}
+    measured, names = _served(found)
+    ratios = {(*_batch(r), r["mode"]): r for r in measured}
     ranked = sorted((key for key in ratios if key[-1] == "ours"), key=lambda key: float(ratios[key]["ratio"]))
     rows = []
     for what, key in (("best", ranked[-1]), ("worst", ranked[0])):
-        _run, model, phase, shape, _mode = key
+        run, model, phase, shape, _mode = key
         theirs = ratios.get((*key[:-1], "sgl"))
         rows.append(
             [
-                f"SGLang, {model.upper()}, {phase} {shape}: throughput with / without ({what} row)",
+                f"SGLang, {model.upper()}, {phase} {shape}, {run}: throughput with / without ({what} row)",
                 _ratio(ratios[key]),
                 "-" if theirs is None else _ratio(theirs),
             ]
@@ -136,14 +137,25 @@ def _cost(found: Results, _: Sequence[str]) -> str:
     steps = [c for c in load("h200_peer.json")["cases"] if c["group"] == "cases" and c["does"] == "step" and c["ratio"]]
     for what, case in (("best", max(steps, key=_speed)), ("worst", min(steps, key=_speed))):
         rows.append(
-            [f"kernels of a step, {case['case']}: ms ({what} row)", f"{case['ours_ms']:.3g}", f"{case['peer_ms']:.3g}"]
+            [
+                f"kernels of a step, {case['case']}, H200: ms ({what} row)",
+                f"{case['ours_ms']:.3g}",
+                f"{case['peer_ms']:.3g}",
+            ]
         )
     return "\n\n".join(
         [
-            _table(["on an H200", "kv-canary", "SGLang's own canary"], rows),
-            _source(found, "h200_engine_cost.json", "h200_peer.json"),
+            _table(["on a GPU", "kv-canary", "SGLang's own canary"], rows),
+            _source(found, *names, "h200_peer.json"),
         ]
     )
+
+
+def _served(found: Results) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return every row of `kv-canary bench engine`, each with its `run`: the GPU, and the files that they are in."""
+    names = [name for name in KINDS["engine_cost"].files if name in found]
+    # The card in the name is that of every row, a test says.
+    return [{"run": name.partition("_")[0].upper(), **row} for name in names for row in load(name)], names
 
 
 def _batch(row: dict[str, Any]) -> tuple[str, str, str, str]:
@@ -228,9 +240,8 @@ def _kernel(name: str) -> str:
 def _engine_cost(found: Results, _: Sequence[str]) -> str:
     """Return a row for each canary and batch of `kv-canary bench engine`."""
     rows, operations = [], []
-    results = load("h200_engine_cost.json")
+    results, names = _served(found)
     plain = {_batch(row): row["step_ms"] for row in results if row["mode"] == "none"}
-    has_runs = any("run" in row for row in results)
     for row in results:
         if row["mode"] not in _CANARIES:
             continue
@@ -238,7 +249,7 @@ def _engine_cost(found: Results, _: Sequence[str]) -> str:
         rows.append(
             [
                 f"{row['model']} {row['phase']} {row['shape']}",
-                *([row.get("run", "")] if has_runs else []),
+                row["run"],
                 "" if plain.get(_batch(row)) is None else f"{plain[_batch(row)]:.3g}",
                 _CANARIES[row["mode"]],
                 _ratio(row),
@@ -254,7 +265,7 @@ def _engine_cost(found: Results, _: Sequence[str]) -> str:
             operations.append(f"{row['model']} {row['shape']}: {listed}.")
     head = [
         "batch",
-        *(["run"] if has_runs else []),
+        "on",
         "a step without, ms",
         "canary",
         "throughput / without",
@@ -265,7 +276,7 @@ def _engine_cost(found: Results, _: Sequence[str]) -> str:
         "n",
     ]
     listed = "\n\nThe device operations of a step that are kv-canary's, in microseconds: " + " ".join(operations)
-    return f"{_table(head, rows)}{listed if operations else ''}\n\n{_source(found, 'h200_engine_cost.json')}"
+    return f"{_table(head, rows)}{listed if operations else ''}\n\n{_source(found, *names)}"
 
 
 def _seal_cost(found: Results, _: Sequence[str]) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from kv_canary.backends import active_backend
 from kv_canary.config import CanaryConfig
 from kv_canary.errors import must_be
-from kv_canary.reports import ViolationReport
+from kv_canary.reports import Incident, ViolationReport
 from kv_canary.runtime.summary import CanarySummary
 
 # The top-level package that an engine's objects come from, and the adapter for them.
@@ -27,14 +27,23 @@ class Installation(Protocol):
     def reports(self) -> list[ViolationReport]:
         """The latest reports, oldest first."""
 
+    @property
+    def incidents(self) -> list[Incident]:
+        """The latest incidents, oldest first: violations by their likely cause."""
+
     def summary(self) -> CanarySummary:
-        """Return what the canary has done so far."""
+        """Return what the canary has done and found so far; `print` shows the verdict."""
 
     def flush(self) -> None:
         """Wait for everything launched, and report it now."""
 
     def uninstall(self) -> None:
-        """Leave the engine as it was found."""
+        """Leave the engine as it was found, and log the verdict."""
+
+    def __enter__(self) -> Self:
+        """Return the installation, which the end of the `with` block uninstalls."""
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 def install(target: Any, *, config: CanaryConfig | None = None, **options: Any) -> Installation:

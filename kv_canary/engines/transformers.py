@@ -9,10 +9,12 @@ path through block tables, CPU offloading and prefix sharing are all served; `tr
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import transformers
 from transformers.generation.continuous_batching import ContinuousBatchingManager
@@ -24,10 +26,11 @@ from kv_canary.engines.transformers_session import Session
 from kv_canary.errors import must_be
 from kv_canary.identity import Identity
 from kv_canary.output import logger
-from kv_canary.reports import CanaryViolationError, ViolationReport
+from kv_canary.reports import CanaryViolationError, Incident, ViolationReport
+from kv_canary.reports.incidents import MOST_REMEMBERED
 from kv_canary.runtime.guard import Guard
 from kv_canary.runtime.manager import CanaryManager
-from kv_canary.runtime.summary import CanaryStatus, CanarySummary
+from kv_canary.runtime.summary import CanarySummary, Watching, say_verdict
 
 OnReport = Callable[[ViolationReport], None]
 
@@ -76,12 +79,18 @@ class TransformersCanary:
         self._sessions: list[Session] = []
         # Weak, so that a manager and its memory go when the caller lets go of it.
         self._watches: weakref.WeakSet[_Watch] = weakref.WeakSet()
+        # Numbers of incidents go on from cache to cache.
+        self._numbers = itertools.count(1)
+        self._said = False
         # What is left of caches that are gone.
-        self._past = CanarySummary(status=CanaryStatus.DISABLED)
+        self._past = CanarySummary(watching=Watching.OFF)
         self._past_reports: deque[ViolationReport] = deque(maxlen=1024)
+        self._past_incidents: deque[Incident] = deque(maxlen=MOST_REMEMBERED)
         self._errors: deque[CanaryViolationError] = deque()
         if config.mode == "off":
             return
+        # Not kept alive by that: who lets go of it has had its verdict, or wants none.
+        atexit.register(_say_at_exit, weakref.ref(self))
         try:
             if isinstance(target, ContinuousBatchingManager):
                 self._watch(target)
@@ -106,13 +115,24 @@ class TransformersCanary:
         """The latest reports, oldest first."""
         return [*self._past_reports, *(r for s in self._sessions for r in s.manager.reports)]
 
+    @property
+    def incidents(self) -> list[Incident]:
+        """The latest incidents, oldest first, of caches that are gone too."""
+        return [*self._past_incidents, *(i for s in self._sessions for i in s.manager.incidents)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.uninstall()
+
     def summary(self) -> CanarySummary:
         """Return what the canary has done, over all caches."""
         total = self._past
         for session in self._sessions:
             total = total + session.manager.summary()
         if self.guard.failures:
-            total = total + CanarySummary(status=CanaryStatus.DEGRADED, failures=dict(self.guard.failures))
+            total = total + CanarySummary(watching=Watching.PARTIAL, failures=dict(self.guard.failures))
         return total
 
     def flush(self) -> None:
@@ -132,12 +152,19 @@ class TransformersCanary:
             raise first
 
     def uninstall(self) -> None:
-        """Leave the engine as it was found, at any time. What was counted and reported can still be read."""
+        """Leave the engine as it was found, at any time, and say the verdict; what was counted can still be read."""
         self._patches.undo_all()
         for watch in list(self._watches):
             watch.patches.undo_all()
         for session in list(self._sessions):
             self.close(session)
+        self.say_verdict()
+
+    def say_verdict(self) -> None:
+        """Log the verdict over all caches, once; nothing where the canary was never to run."""
+        if not self._said and self._config.mode != "off":
+            self._said = True
+            say_verdict(self.summary())
 
     def attach(self, processor: Any) -> Session:
         """Watch a batch processor whose cache is empty; what fails leaves nothing behind."""
@@ -147,6 +174,7 @@ class TransformersCanary:
             config=self._config,
             on_report=self._on_report,
             identity=self._identity,
+            incident_numbers=self._numbers,
         )
         self._sessions.append(session)
         return session
@@ -159,6 +187,7 @@ class TransformersCanary:
         self._sessions.remove(session)
         self._past = self._past + session.manager.summary()
         self._past_reports.extend(session.manager.reports)
+        self._past_incidents.extend(session.manager.incidents)
         if session.error is not None:
             self._errors.append(session.error)
 
@@ -187,6 +216,13 @@ class TransformersCanary:
     def _watch(self, manager: Any) -> None:
         if not any(w.manager is manager for w in self._watches):
             self._watches.add(_Watch(self, manager))
+
+
+def _say_at_exit(canary: weakref.ref[TransformersCanary]) -> None:
+    """Say the verdict of a canary that nobody has uninstalled."""
+    alive = canary()
+    if alive is not None:
+        alive.say_verdict()
 
 
 class _Watch:

@@ -59,6 +59,7 @@ class Session:
         on_report: called with every report that is written out.
         identity: tells what a request's KV depends on besides its tokens; asked when the engine takes the request in,
             and again where it comes back after the engine had let go of its cache.
+        incident_numbers: of new incidents; None: from 1 on.
     """
 
     @torch.inference_mode(False)
@@ -70,6 +71,7 @@ class Session:
         config: CanaryConfig,
         on_report: Callable[[ViolationReport], None] | None,
         identity: Callable[[Any], Identity] | None,
+        incident_numbers: Iterator[int] | None = None,
     ) -> None:
         self.processor: Any = processor
         self.error: CanaryViolationError | None = None
@@ -110,6 +112,7 @@ class Session:
                 rows=self._rows,
                 on_report=on_report,
                 cached=self._cached,
+                incident_numbers=incident_numbers,
             )
         events = Events(
             freed=self._note_freed,
@@ -164,7 +167,8 @@ class Session:
             except CanaryViolationError as error:
                 self.error = self.error or error
             finally:
-                self.manager.close()
+                # Who has all caches says it.
+                self.manager.close(says_verdict=False)
 
     def _flush(self) -> None:
         with self._contained("flush"), self._on_stream():

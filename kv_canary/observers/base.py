@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kv_canary.ranks import RankReport
-    from kv_canary.reports import ViolationReport
+    from kv_canary.reports import Incident, ViolationReport
     from kv_canary.runtime.batch import ForwardBatch, WatchedForward
     from kv_canary.runtime.cost import CanaryCost
-    from kv_canary.runtime.summary import AuditFacts, CanaryStatus, ScrubFacts
+    from kv_canary.runtime.summary import AuditFacts, CanarySummary, ScrubFacts, Watching
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +20,14 @@ class StepFacts:
 
     Args:
         step: its number.
-        status: of the canary as of this step, as in `CanarySummary`.
+        watching: whether the canary sees, as of this step, as in `CanarySummary`.
         requests: how many it served.
         relied_on: cached positions that its forwards were about to read.
         verified: those of them that were checked before.
         counters: (launches, entries) by tag, since the beginning.
         statuses: (group, status bits) of its plans that were incomplete.
         missing: launches that it should have made and did not, by the name of the tag.
-        violations: all that were found so far, those of the same drain included.
+        violations, incidents: all that were found so far, those of the same drain included.
         found: those of them whose details fit the ring, by (group, reason), 0 where there are none; one of
             two reasons counts under each.
         discarded: found so far in rows whose result the engine threw away.
@@ -38,7 +38,7 @@ class StepFacts:
     """
 
     step: int
-    status: CanaryStatus
+    watching: Watching
     requests: int
     relied_on: int
     verified: int
@@ -49,6 +49,7 @@ class StepFacts:
     found: Mapping[tuple[str, str], int]
     discarded: int
     stride: int
+    incidents: int = 0
     cost: CanaryCost | None = None
     scrub: ScrubFacts | None = None
     audits: AuditFacts | None = None
@@ -98,6 +99,9 @@ class Observer:
     def on_forward(self, forward: WatchedForward, batch: ForwardBatch) -> None:
         """Called behind every forward, on its stream and outside any graph; must not wait for the device."""
 
+    def on_incident(self, incident: Incident) -> None:
+        """Called with every new incident, as far as it is known then, before the reports of its drain."""
+
     def on_report(self, report: ViolationReport) -> None:
         """Called with every violation that is written out."""
 
@@ -109,6 +113,9 @@ class Observer:
 
     def on_ranks(self, report: RankReport) -> None:
         """Called with every difference between ranks, on each of them."""
+
+    def on_end(self, summary: CanarySummary) -> None:
+        """Called once, before `close`, with what the canary has done and found in all."""
 
     def close(self) -> None:
         """Called once when the canary is closed: give back files, ports and the like. News may still come later."""

@@ -18,11 +18,11 @@ from kv_canary.observers.base import Observer, RequestVerdict, StepFacts
 from kv_canary.observers.overflow import names_of
 from kv_canary.output import logger, post
 from kv_canary.ratelimit import RateLimit
-from kv_canary.runtime.summary import CanaryStatus
+from kv_canary.runtime.summary import CanarySummary, Watching
 
 if TYPE_CHECKING:
     from kv_canary.ranks import RankReport
-    from kv_canary.reports import ViolationReport
+    from kv_canary.reports import Incident, ViolationReport
 
 # Where the file would grow beyond this, it is renamed to `<name>.1`, over an older one of that name.
 MOST_BYTES = 64 << 20
@@ -34,11 +34,27 @@ _PAUSE = 10.0
 REPORTS_PER_MINUTE = 600
 # Likewise requests that have ended, those that were intact and the others each.
 VERDICTS_PER_MINUTE = 6000
+# Incidents likewise; and what of a summary a verdict tells.
+INCIDENTS_PER_MINUTE = 60
+VERDICT = (
+    "watching",
+    "verdict",
+    "violations",
+    "incidents",
+    "requests",
+    "skipped",
+    "positions_relied_on",
+    "positions_verified",
+)
+
+
+# What of an incident is told.
+_INCIDENT = ("number", "sentence", "cause", "reasons", "requests", "group", "positions", "slots")
 
 
 class EventLog(Observer):
-    """Appends what happens to a file: `start`, `status`, `report`, `request_verified`, `ranks`,
-    `overflow`, `missing`, `lost`, `stop`.
+    """Appends what happens to a file: `start`, `watching`, `incident`, `report`, `request_verified`, `ranks`,
+    `overflow`, `missing`, `lost`, `stop`, which has the verdict.
 
     Every object has `time` (ISO 8601, UTC), `pid` and `event`; docs/metrics.md has the rest. Nothing is held open, so
     that the file can be moved away at any time. Only its owner can read it: it names requests and holds their tokens. A
@@ -72,13 +88,16 @@ class EventLog(Observer):
         self._path, self._most_bytes = path.absolute(), most_bytes
         self._limit = limit or RateLimit()
         self._reports = RateLimit(0, per_minute=REPORTS_PER_MINUTE, clock=clock)
+        self._incidents = RateLimit(0, per_minute=INCIDENTS_PER_MINUTE, clock=clock)
         # Those that were intact apart: they hold back no other.
         self._verdicts = {intact: RateLimit(0, per_minute=VERDICTS_PER_MINUTE, clock=clock) for intact in (True, False)}
         self._now, self._clock = now, clock
         # Used by the output thread alone: lines lost, and until when nothing is tried.
         self._lost, self._pauses_until = 0, 0.0
-        self._status = CanaryStatus.DISABLED
+        self._watching = Watching.OFF
         self._steps = self._violations = 0
+        # What the last event tells of all.
+        self._verdict: dict[str, Any] = {}
         settings = config.shown()
         try:
             self._append(self._line("start", {"version": __version__, "config": settings}))
@@ -86,6 +105,12 @@ class EventLog(Observer):
             expected = "a file that can be appended to"
             got = f"{path}: {error.strerror}"
             raise ValueError(must_be("CanaryConfig", "event_log", expected, got)) from error
+
+    def on_incident(self, incident: Incident) -> None:
+        held_back = self._incidents.admit("incident")
+        if held_back is not None:
+            told = {name: getattr(incident, name) for name in _INCIDENT}
+            self._write("incident", step=incident.first_step, held_back=held_back, **told)
 
     def on_report(self, report: ViolationReport) -> None:
         held_back = self._reports.admit("report")
@@ -102,9 +127,9 @@ class EventLog(Observer):
 
     def on_step(self, facts: StepFacts) -> None:
         self._steps, self._violations = facts.step, facts.violations
-        if facts.status != self._status:
-            before, self._status = self._status, facts.status
-            self._write("status", step=facts.step, before=before, status=facts.status)
+        if facts.watching != self._watching:
+            before, self._watching = self._watching, facts.watching
+            self._write("watching", step=facts.step, before=before, watching=facts.watching)
         for group, bits in facts.statuses:
             held_back = self._limit.admit(("overflow", group, bits))
             if held_back is not None:
@@ -116,8 +141,11 @@ class EventLog(Observer):
             if held_back is not None:
                 self._write("missing", step=facts.step, launches=dict(facts.missing), held_back=held_back)
 
+    def on_end(self, summary: CanarySummary) -> None:
+        self._verdict = {"sentence": str(summary), **{name: summary.as_dict()[name] for name in VERDICT}}
+
     def close(self) -> None:
-        line = self._line("stop", {"step": self._steps, "violations": self._violations})
+        line = self._line("stop", {"step": self._steps, "violations": self._violations, **self._verdict})
         post(lambda: self._append_or_count(line, at_last=True))
 
     def _write(self, event: str, **facts: Any) -> None:

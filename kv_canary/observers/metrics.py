@@ -22,7 +22,7 @@ from kv_canary.errors import must_be
 from kv_canary.observers.base import Observer, RequestVerdict, StepFacts
 from kv_canary.observers.metrics_server import ADDRESS, MetricsServer
 from kv_canary.observers.overflow import names_of
-from kv_canary.runtime.summary import CanaryStatus
+from kv_canary.runtime.summary import Watching
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -121,10 +121,10 @@ def _one(value: float) -> list[_Sample]:
     return [((), value)]
 
 
-def _status(totals: _Totals) -> Iterator[_Sample]:
-    current = CanaryStatus.DISABLED if totals.facts is None else totals.facts.status
-    for status in CanaryStatus:
-        yield (status.value,), float(status == current)
+def _watching(totals: _Totals) -> Iterator[_Sample]:
+    current = Watching.OFF if totals.facts is None else totals.facts.watching
+    for word in Watching:
+        yield (word.value,), float(word == current)
 
 
 METRICS = (
@@ -151,6 +151,12 @@ METRICS = (
         kind="counter",
         doc="Violations, also those that are not written out.",
         read=lambda t: _one(t.reports + (0 if t.facts is None else t.facts.violations)),
+    ),
+    MetricSpec(
+        name="kv_canary_incidents_total",
+        kind="counter",
+        doc="Causes of violations, as far as these were grouped.",
+        read=lambda t: _one(0 if t.facts is None else t.facts.incidents),
     ),
     MetricSpec(
         name="kv_canary_violations_by_reason_total",
@@ -226,11 +232,11 @@ METRICS = (
         read=lambda t: t.of_scrub(lambda scrub: scrub.oldest),
     ),
     MetricSpec(
-        name="kv_canary_status",
+        name="kv_canary_watching",
         kind="gauge",
-        doc="1 for the status that the canary has, 0 for the others.",
-        labels=("status",),
-        read=_status,
+        doc="1 for how the canary is watching: off, complete, partial or stale; 0 for the others. No finding counts.",
+        labels=("watching",),
+        read=_watching,
     ),
     MetricSpec(
         name="kv_canary_coverage",

@@ -31,7 +31,7 @@ class StatsLogger(Observer):
         coverage = f" ({self._verified / self._relied_on:.2%})" if self._relied_on else ""
         logger.info(
             "kv-canary: statistics: %d steps up to %d: requests=%d relied_on=%d verified=%d%s violations=%d stride=%d"
-            " status=%s entries: %s",
+            " watching=%s entries: %s",
             self._steps,
             facts.step,
             self._requests,
@@ -40,7 +40,7 @@ class StatsLogger(Observer):
             coverage,
             facts.violations - self._violations,
             facts.stride,
-            facts.status,
+            facts.watching,
             " ".join(f"{name}={count}" for name, count in grown.items()) or "none",
         )
         self._steps = self._requests = self._relied_on = self._verified = 0

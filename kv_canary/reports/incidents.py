@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -127,15 +128,28 @@ class IncidentTracker:
     Args:
         decoder: gives reports, names and groups.
         arrived: (step, row) -> the first step of the request in that row, as far as it is remembered.
+        numbers: of new incidents; None: from 1 on.
+
+    Attributes:
+        count: incidents so far, forgotten ones too.
+        befallen: names of requests that read or wrote where something was found, the first MOST_NAMES.
     """
 
-    def __init__(self, decoder: Decoder, *, arrived: Callable[[int, int], int | None]) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        arrived: Callable[[int, int], int | None],
+        numbers: Iterator[int] | None = None,
+    ) -> None:
         self._decoder = decoder
         self._arrived = arrived
+        self._numbers = itertools.count(1) if numbers is None else numbers
+        self.count = 0
+        self.befallen: list[str] = []
         self._open: OrderedDict[int, _Open] = OrderedDict()
         # The incident that a place of damage was last found in.
         self._damages: OrderedDict[int, int] = OrderedDict()
-        self._last = 0
 
     def take(self, rows: Iterable[ViolationRow]) -> dict[int, News]:
         """Take in violation rows; return the numbers of the incidents they belong to, and what is new of each.
@@ -210,6 +224,8 @@ class IncidentTracker:
         opened.count += cluster.count
         if name is not None:
             opened.add_request(name)
+            if len(self.befallen) < MOST_NAMES and name[:_NAME_LENGTH] not in self.befallen:
+                self.befallen.append(name[:_NAME_LENGTH])
         for members, places in (
             (cluster.members, opened.followers if follows else opened.positions),
             (cluster.followers, opened.followers),
@@ -248,9 +264,10 @@ class IncidentTracker:
             arrived=self._arrived(step, leading.row),
             overwritten=overwritten,
         )
-        self._last += 1
-        self._open[self._last] = opened = _Open(
-            number=self._last,
+        self.count += 1
+        number = next(self._numbers)
+        self._open[number] = opened = _Open(
+            number=number,
             kind=cluster.kind,
             leading=leading,
             group=first.group,

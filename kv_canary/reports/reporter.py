@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,8 @@ LOOKS_PER_MINUTE = 32
 GROUPED_AT_ONCE = 1024
 GROUPED_PER_SECOND = 128
 GROUPED_ALWAYS = 16
+# New incidents of a drain that observers are told of.
+MOST_OPENED = 64
 # Seconds between two lines about the same incident.
 INTERVAL = 10.0
 
@@ -46,6 +48,7 @@ class IncidentReporter:
         config: how many lines and reports a drain may make, where bundles go, and who verifies.
         steps: those that are remembered.
         summary: returns what the canary has done, JSON-ready, for bundles.
+        numbers: of new incidents; None: from 1 on.
         clock: seconds that only grow; for tests.
     """
 
@@ -56,21 +59,34 @@ class IncidentReporter:
         config: CanaryConfig,
         steps: StepHistory,
         summary: Callable[[], dict[str, Any]],
+        numbers: Iterator[int] | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._decoder, self._config, self._steps, self._summary = decoder, config, steps, summary
-        self._book = IncidentTracker(decoder, arrived=steps.arrived)
+        self._book = IncidentTracker(decoder, arrived=steps.arrived, numbers=numbers)
         self._clock = clock or time.monotonic
         self._limit = RateLimit(INTERVAL, per_minute=PER_MINUTE, clock=self._clock)
         self._looks = RateLimit(0, per_minute=LOOKS_PER_MINUTE, clock=self._clock)
         # How many rows may be grouped, as of a time.
         self._room, self._as_of = float(GROUPED_AT_ONCE), self._clock()
         self._bundles = None if config.bundles is None else BundleFolder(config.bundles)
+        # Those that the last drain has opened, as far as they are remembered.
+        self.opened: list[Incident] = []
 
     @property
     def incidents(self) -> list[Incident]:
         """The incidents that are remembered, oldest first."""
         return self._book.incidents()
+
+    @property
+    def count(self) -> int:
+        """How many incidents there were so far."""
+        return self._book.count
+
+    @property
+    def befallen(self) -> tuple[str, ...]:
+        """Names of requests that read or wrote where something was found, some of them."""
+        return tuple(self._book.befallen)
 
     def take(
         self, rows: Sequence[ViolationRow], *, reports: Sequence[ViolationReport], total: int
@@ -82,6 +98,7 @@ class IncidentReporter:
             reports: those of them that are written out.
             total: violations.
         """
+        self.opened = []
         try:
             return self._take(rows, reports, total)
         except Exception:
@@ -118,6 +135,7 @@ class IncidentReporter:
             saving = self._bundles is not None and not self._bundles.is_full
             if (saving or i < MOST_LOOKS) and self._looks.admit("look") is not None:
                 self._look(self._book.incident(number), rows, saving=saving)
+        self.opened = [self._book.incident(number) for number in new[:MOST_OPENED]]
         # Whoever raises wants all of them; nobody else looks at them now.
         if self._config.mode != "raise":
             return ()

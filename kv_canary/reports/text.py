@@ -90,7 +90,7 @@ def _facts(bundle: Bundle) -> Table:
         ("violations", str(incident.count)),
         ("likely", incident.cause),
         ("saved", bundle.written),
-        ("status", str(bundle.summary.get("status", ""))),
+        ("watching", str(bundle.summary.get("watching", ""))),
         ("versions", ", ".join(f"{k} {v}" for k, v in known.items())),
     ):
         if value:

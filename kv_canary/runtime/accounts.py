@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from kv_canary.runtime.history import StepHistory, StepRecord
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.rows import OwnerNames
 from kv_canary.runtime.seals import Scrub
-from kv_canary.runtime.summary import RECENT_STEPS, CanaryStatus, CanarySummary, WriteFacts
+from kv_canary.runtime.summary import RECENT_STEPS, CanarySummary, Watching, WriteFacts
 from kv_canary.specs.violation_row import ViolationRow
 
 # Requests that a report names, of those that have had a damaged slot in their rows.
@@ -46,6 +46,7 @@ class Accounts:
         rows: where owners come from, for their names; None if the engine has its own.
         on_report: called with every report that is written out.
         observers: told of every step and report.
+        numbers: of new incidents; None: from 1 on.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Accounts:
         rows: OwnerNames | None,
         on_report: Callable[[ViolationReport], None] | None,
         observers: Sequence[Observer],
+        numbers: Iterator[int] | None = None,
     ) -> None:
         self.reports: deque[ViolationReport] = deque(maxlen=1024)
         self.rank_reports: deque[RankReport] = deque(maxlen=1024)
@@ -82,7 +84,9 @@ class Accounts:
             intact_at=self._intact_at,
             readers_since=self._readers_since,
         )
-        self._desk = IncidentReporter(self._decoder, config=config, steps=self._steps, summary=self._summary_now)
+        self._desk = IncidentReporter(
+            self._decoder, config=config, steps=self._steps, summary=self._summary_now, numbers=numbers
+        )
         # Counters as of the last drained step; None where the launches since then are not known.
         self._before: Sequence[int] | None = [0] * (2 * len(Tag))
         self._counters: Sequence[int] = [0] * (2 * len(Tag))
@@ -125,12 +129,18 @@ class Accounts:
         """Take in that launches were made that no step accounts for."""
         self._before = None
 
-    def close(self) -> None:
-        """Let every observer give back what it holds; the second call does nothing."""
+    def close(self, summary: CanarySummary | None = None) -> None:
+        """Let every observer give back what it holds; the second call does nothing.
+
+        Args:
+            summary: the last one, which observers are told before; None: the canary has not begun.
+        """
         if self._closed:
             return
         self._closed = True
         for observer in self.observers:
+            if summary is not None:
+                self._call(observer.on_end, summary)
             self._call(observer.close)
 
     def degrade(self) -> None:
@@ -204,6 +214,9 @@ class Accounts:
                 self._guard.failed("describing what was found", error, own=False)
             self.reports.extend(reports)
             incidents = self._desk.take(rows, reports=reports, total=total)
+            for incident in self._desk.opened:
+                for observer in self.observers:
+                    self._call(observer.on_incident, incident)
             for report in reports:
                 self._tell(report)
         for step in facts:
@@ -235,11 +248,13 @@ class Accounts:
         for status, count in self._statuses.items():
             incomplete.update({bit.name or str(bit): count for bit in Status if bit in status})
         return CanarySummary(
-            status=self._status() if steps or skipped else CanaryStatus.DISABLED,
+            watching=self._watching() if steps or skipped else Watching.OFF,
             steps=steps,
             positions_relied_on=self._relied_on,
             positions_verified=self._verified,
             violations=self._violations,
+            incidents=self._desk.count,
+            requests=self._desk.befallen,
             discarded=self._discarded,
             uncovered=self.uncovered,
             reasons=dict(self._reasons),
@@ -262,14 +277,14 @@ class Accounts:
         newest = self._steps.newest or StepRecord(number=0)
         return self.summary(steps=newest.number, counters=self._counters, stride=newest.stride).as_dict()
 
-    def _status(self) -> CanaryStatus:
+    def _watching(self) -> Watching:
         newest = 0 if self._steps.newest is None else self._steps.newest.number
         if self._guard.take_touched():
             self._last_trouble = newest
         recent = self._last_trouble is not None and newest - self._last_trouble < RECENT_STEPS
         if self._missing:
-            return CanaryStatus.STALE
-        return CanaryStatus.DEGRADED if recent or self._apart else CanaryStatus.HEALTHY
+            return Watching.STALE
+        return Watching.PARTIAL if recent or self._apart else Watching.COMPLETE
 
     def _take_step(self, words: StepWords) -> StepFacts | None:
         """Count a step; return what observers are told of it, or None where nobody wants to know."""
@@ -293,7 +308,7 @@ class Accounts:
             return None
         return StepFacts(
             step=words.step,
-            status=self._status(),
+            watching=self._watching(),
             requests=0 if record is None else record.num_requests,
             relied_on=relied_on,
             verified=verified,
@@ -301,6 +316,7 @@ class Accounts:
             statuses=tuple(words.statuses),
             missing=dict(missing),
             violations=self._violations,
+            incidents=self._desk.count,
             found=dict(self._found),
             discarded=self._discarded,
             stride=1 if record is None else record.stride,

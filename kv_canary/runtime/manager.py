@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -38,7 +38,7 @@ from kv_canary.runtime.retirement import Retirement
 from kv_canary.runtime.rows import OwnerNames
 from kv_canary.runtime.seals import Scrub
 from kv_canary.runtime.steps import Steps
-from kv_canary.runtime.summary import CanarySummary
+from kv_canary.runtime.summary import CanarySummary, say_verdict
 from kv_canary.runtime.sweep import Sweeper
 from kv_canary.runtime.unverified import Unverified
 from kv_canary.specs.violation_row import ViolationRow
@@ -68,6 +68,7 @@ class CanaryManager:
         cached: walks the engine's prefix cache, for sweeps; None: there is nothing to sweep.
         ranks: the ranks whose canaries compare digests, and raise together; None: this one is alone. With ranks, every
             one of them has to make its manager, which waits for the others.
+        incident_numbers: of new incidents, for managers that follow each other; None: from 1 on.
 
     Raises:
         ValueError: groups are missing, share a name, or lie on several devices.
@@ -86,7 +87,9 @@ class CanaryManager:
         perturb: PerturbConfig | None = None,
         cached: Callable[[], Sequence[CachedSlots]] | None = None,
         ranks: RankGroup | None = None,
+        incident_numbers: Iterator[int] | None = None,
     ) -> None:
+        self._closed = False
         self.context = context = CanaryContext(groups, limits=limits, config=config or CanaryConfig())
         # All that may refuse comes before the observers, which hold files and ports.
         budget = Budget(self.config, self.device, max_rows=limits.max_rows)
@@ -106,6 +109,7 @@ class CanaryManager:
             rows=rows,
             on_report=on_report,
             observers=[*(() if self.is_off else observers_of(self.config)), *observers],
+            numbers=incident_numbers,
         )
         unverified = Unverified(context)
         if self.config.digest_every and ranks is None:
@@ -562,12 +566,20 @@ class CanaryManager:
             memory=self.context.memory,
         )
 
-    def close(self) -> None:
-        """Give back files, ports and the like that observers hold; the second call does nothing.
+    def close(self, *, says_verdict: bool = True) -> None:
+        """Say the verdict, and give back files, ports and the like; the second call does nothing.
 
         What was counted and reported can still be read. Call `flush` before: what a last step found is reported there.
+
+        Args:
+            says_verdict: whether it goes to the log; False where who calls says it of several.
         """
-        self.accounts.close()
+        if not (self._closed or self.is_off):
+            self._closed = True
+            summary = self.summary()
+            if says_verdict:
+                say_verdict(summary)
+            self.accounts.close(summary)
         # Not left to the collector, which may destroy a graph while somebody captures another.
         self.state.forget_graphs()
         self._retirement.forget_graphs()

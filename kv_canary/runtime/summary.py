@@ -8,21 +8,24 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
+from kv_canary.output import logger
 from kv_canary.runtime.cost import CanaryCost
 
-# Steps for which something incomplete leaves the status degraded.
+# Steps for which something incomplete makes watching partial.
 RECENT_STEPS = 64
+# Names of requests that a summary has, and that its sentence shows.
+MOST_NAMES, _MOST_SHOWN = 16, 4
 
 
-class CanaryStatus(StrEnum):
-    """Words for how well a canary sees, from good to bad."""
+class Watching(StrEnum):
+    """Words for whether a canary sees, from good to bad; they say nothing of what it has found."""
 
     #: No step yet, or the canary is off.
-    DISABLED = "disabled"
-    #: Every step was verified whole.
-    HEALTHY = "healthy"
+    OFF = "off"
+    #: Every step was verified as configured.
+    COMPLETE = "complete"
     #: Some of the last `RECENT_STEPS` steps went by unwatched or were verified in part, or the ranks are not compared.
-    DEGRADED = "degraded"
+    PARTIAL = "partial"
     #: Launches are missing, so that the canary sees less than it seems to.
     STALE = "stale"
 
@@ -103,14 +106,18 @@ class WriteFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class CanarySummary:
-    """The canary's account of itself, as of the last drained step.
+    """The canary's account of itself, as of the last drained step: whether it is watching, and what it has found.
+
+    `str` of it is one sentence: the verdict, and what that rests on.
 
     Args:
-        status: how well the canary sees.
+        watching: whether it sees.
         steps: steps begun.
         positions_relied_on: cached positions that forwards were about to read.
         positions_verified: those of them that were checked before.
         violations: found and reported, or counted where there were too many to report.
+        incidents: causes that these were grouped by.
+        requests: names of requests that read or wrote where they were found, the first `MOST_NAMES`.
         discarded: found in rows whose result the engine threw away.
         uncovered: positions that came from elsewhere and were fingerprinted on arrival: what befell their bytes on the
             way cannot be seen.
@@ -129,11 +136,13 @@ class CanarySummary:
         dropped: log lines, events and bundles of this process that were dropped, because nobody took them in time.
     """
 
-    status: CanaryStatus
+    watching: Watching
     steps: int = 0
     positions_relied_on: int = 0
     positions_verified: int = 0
     violations: int = 0
+    incidents: int = 0
+    requests: tuple[str, ...] = ()
     discarded: int = 0
     uncovered: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
@@ -150,9 +159,48 @@ class CanarySummary:
     writes: WriteFacts | None = field(default=None, compare=False)
     memory: dict[str, int] = field(default_factory=dict, compare=False)
 
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing was found; that says as much as `watching` lets it."""
+        return not self.violations
+
+    @property
+    def verdict(self) -> str:
+        """What was found: "clean", or the incidents and the requests that they befell."""
+        if self.is_clean:
+            return "clean"
+        names = ", ".join(self.requests[:_MOST_SHOWN])
+        more = " and more" if len(self.requests) > _MOST_SHOWN else ""
+        befell = f", requests {names}{more}" if names else ""
+        # Of a storm not all violations are grouped.
+        incidents = f"{_count(self.incidents, 'incident')}, " if self.incidents else ""
+        return f"CORRUPTION: {incidents}{_count(self.violations, 'violation')}{befell}"
+
+    def __str__(self) -> str:
+        if self.watching is Watching.OFF:
+            seen = "watched nothing"
+        else:
+            seen = (
+                f"watching {self.watching.value}, {self.positions_verified:,} of {self.positions_relied_on:,} cached "
+                f"positions verified in {_count(self.steps, 'step')}"
+            )
+        troubles = [
+            _count(count, what)
+            for count, what in (
+                (self.skipped, "forward unwatched"),
+                (sum(self.incomplete.values()), "plan incomplete"),
+                (sum(self.failures.values()), "failure of the canary's own"),
+            )
+            if count
+        ]
+        # Nothing that was not looked at is clean.
+        verdict = "no verdict" if self.is_clean and self.watching is Watching.OFF else self.verdict
+        return f"{verdict}; {seen}" + "".join(f", {trouble}" for trouble in troubles)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the summary as JSON-ready values."""
-        return {**asdict(self), "status": self.status.value}
+        told = {"watching": self.watching.value, "verdict": self.verdict, "requests": list(self.requests)}
+        return {**asdict(self), **told}
 
     def __add__(self, other: CanarySummary) -> CanarySummary:
         """Return the summary of two canaries together; they are as well as the worse of them."""
@@ -162,7 +210,8 @@ class CanarySummary:
             sums[name] = dict(Counter(mine) + Counter(theirs)) if isinstance(mine, dict) else None
             if isinstance(mine, int):
                 sums[name] = mine + theirs
-        sums["status"] = max(self.status, other.status, key=list(CanaryStatus).index)
+        sums["watching"] = max(self.watching, other.watching, key=list(Watching).index)
+        sums["requests"] = tuple(dict.fromkeys([*self.requests, *other.requests]))[:MOST_NAMES]
         # A stride is no count, and what was dropped is of the whole process.
         costs = [cost for cost in (self.cost, other.cost) if cost is not None]
         sums["cost"] = costs[0] | costs[-1] if costs else None
@@ -174,3 +223,20 @@ class CanarySummary:
         sums["writes"] = functools.reduce(WriteFacts.__or__, writes) if writes else None
         sums["stride"], sums["dropped"] = max(self.stride, other.stride), max(self.dropped, other.dropped)
         return CanarySummary(**sums)
+
+
+def say_verdict(summary: CanarySummary) -> None:
+    """Log the last line of a canary: an error where something was found, a warning where it did not see all."""
+    line = "kv-canary: verdict: %s"
+    if not summary.is_clean:
+        logger.error(line, summary)
+    elif summary.watching is Watching.COMPLETE:
+        logger.info(line, summary)
+    else:
+        logger.warning(line, summary)
+
+
+def _count(count: int, what: str) -> str:
+    """Return so many of it in words; the first word of `what` is counted."""
+    first, *rest = what.split(" ")
+    return " ".join([f"{count:,}", first if count == 1 else f"{first}s", *rest])

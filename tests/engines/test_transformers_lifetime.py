@@ -88,7 +88,7 @@ def test_two_managers_of_one_model_are_both_watched(monkeypatch: pytest.MonkeyPa
             a.collect(2), b.collect(2)
     canary.flush()
     summary = canary.summary()
-    assert (summary.steps, summary.violations, summary.status) == (happened.forwards, 0, "healthy")
+    assert (summary.steps, summary.violations, summary.watching) == (happened.forwards, 0, "complete")
 
 
 def test_a_manager_kept_for_the_next_session_is_watched_on() -> None:
@@ -199,7 +199,7 @@ def test_after_an_exception_the_next_run_starts_afresh(where: str) -> None:
     manager.stop(block=True)
     canary.flush()
     assert canary.reports == []
-    assert (canary.summary().violations, canary.summary().status) == (0, "healthy")
+    assert (canary.summary().violations, canary.summary().watching) == (0, "complete")
 
 
 def test_in_raise_mode_a_finding_of_the_last_step_comes_out_of_flush() -> None:

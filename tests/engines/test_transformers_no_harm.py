@@ -92,7 +92,7 @@ def test_an_identity_that_fails_costs_no_request(model: Any, wanted: list[Any], 
     summary = canary.summary()
     assert summary.violations == 0
     assert summary.skipped > 0
-    assert summary.status == "degraded"
+    assert summary.watching == "partial"
     assert any("describing a forward" in part for part in summary.failures)
 
 
@@ -144,7 +144,7 @@ def test_a_launch_that_fails_always_costs_no_request(
     finally:
         canary.uninstall()
     assert canary.summary().violations == 0
-    assert canary.summary().status == "degraded"
+    assert canary.summary().watching == "partial"
 
 
 def test_a_hook_that_fails_costs_no_request(model: Any, wanted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_a_canary_that_cannot_be_had_for_a_new_cache_costs_no_request(
         told = "the requests of this cache go by unwatched"
         assert caplog.text.count(told) == 1
         summary = canary.summary()
-        assert (summary.status, summary.violations) == ("degraded", 0)
+        assert (summary.watching, summary.violations) == ("partial", 0)
         assert summary.failures == {"transformers adapter: watching a new cache: OutOfMemoryError": 1}
         # The next cache is watched.
         assert list(answers(model).values()) == wanted
@@ -371,7 +371,7 @@ def test_the_environment_turns_it_off(model: Any, wanted: list[Any], monkeypatch
         assert (sorted(vars(model)), sorted(vars(type(model)))) == before
         if text == "off":
             assert list(answers(model).values()) == wanted
-        assert (canary.summary().status, canary.summary().steps) == ("disabled", 0)
+        assert (canary.summary().watching, canary.summary().steps) == ("off", 0)
         canary.flush()
         canary.uninstall()
 

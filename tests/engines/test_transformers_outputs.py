@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -88,7 +90,7 @@ def test_the_text_is_the_same_before_during_and_after(kind: str) -> None:
     after = generate(model, prompts)
     assert plain == watched == after
     assert len({tuple(text) for text in plain}) == len(prompts)
-    assert (summary.status, summary.violations) == ("healthy", 0)
+    assert (summary.watching, summary.violations) == ("complete", 0)
     assert summary.positions_verified > 0
     # After uninstalling, it sees no forward.
     assert canary.summary() == summary
@@ -130,7 +132,7 @@ def test_a_manager_can_be_watched_before_it_starts(monkeypatch: pytest.MonkeyPat
     happened = watch_engine(monkeypatch)
     manager = new_manager(make_model("llama"))
     canary = kv_canary.install(manager)
-    assert canary.summary().status == "disabled"
+    assert canary.summary().watching == "off"
     manager.start()
     try:
         manager.add_request(Prompts().random(40), request_id="a", max_new_tokens=8, eos_token_id=-1)
@@ -140,7 +142,7 @@ def test_a_manager_can_be_watched_before_it_starts(monkeypatch: pytest.MonkeyPat
         manager.stop(block=True)
     canary.flush()
     summary = canary.summary()
-    assert (summary.steps, summary.status) == (happened.forwards, "healthy")
+    assert (summary.steps, summary.watching) == (happened.forwards, "complete")
     assert summary.positions_verified == happened.relied_on(groups) > 0
 
 
@@ -159,7 +161,7 @@ def test_a_manager_can_be_watched_once_its_cache_exists(monkeypatch: pytest.Monk
         manager.stop(block=True)
     canary.flush()
     summary = canary.summary()
-    assert (summary.steps, summary.status) == (happened.forwards, "healthy")
+    assert (summary.steps, summary.watching) == (happened.forwards, "complete")
     assert summary.positions_verified == happened.relied_on(groups) > 0
 
 
@@ -177,7 +179,7 @@ def test_a_cache_that_holds_only_reusable_blocks_is_emptied_when_installing(monk
         assert server.run([prompt]) == again == first
         assert happened.prefix_hits == hits + 1
     canary.flush()
-    assert (canary.summary().status, canary.summary().violations) == ("healthy", 0)
+    assert (canary.summary().watching, canary.summary().violations) == ("complete", 0)
 
 
 def test_a_second_manager_is_watched_and_counted_too() -> None:
@@ -192,7 +194,7 @@ def test_a_second_manager_is_watched_and_counted_too() -> None:
     canary.flush()
     twice = canary.summary()
     canary.uninstall()
-    assert (once.status, twice.status) == ("healthy", "healthy")
+    assert (once.watching, twice.watching) == ("complete", "complete")
     assert twice.positions_verified == 2 * once.positions_verified > 0
 
 
@@ -284,21 +286,26 @@ def test_a_window_without_a_past_is_refused() -> None:
         kv_canary.install(manager)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_in_raise_mode_generate_batch_raises_what_a_forward_found(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    model, prompts = make_model(kind), Prompts().of_lengths(40, 20)
-    canary = kv_canary.install(model, mode="raise")
+def spoil(monkeypatch: pytest.MonkeyPatch, canary: Any, *, at: int) -> None:
+    """Damage a slot's records in every pool, right before the `at`-th forward from here on."""
     original, forwards = ModelRunner.compute_batch, 0
 
     def spoiling(runner: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal forwards
         forwards += 1
-        if forwards == 6:
+        if forwards == at:
             for pool in canary.manager.pools:
                 pool.records[:, 2] ^= pool.records.ne(0).any(1).long()
         return original(runner, *args, **kwargs)
 
     monkeypatch.setattr(ModelRunner, "compute_batch", spoiling)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_in_raise_mode_generate_batch_raises_what_a_forward_found(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    model, prompts = make_model(kind), Prompts().of_lengths(40, 20)
+    canary = kv_canary.install(model, mode="raise")
+    spoil(monkeypatch, canary, at=6)
     with pytest.raises(kv_canary.CanaryViolationError) as caught:
         generate(model, prompts)
     assert all(report.reasons == ("K",) for report in caught.value.reports)
@@ -310,5 +317,43 @@ def test_asking_for_the_canary_of_a_cache_that_is_not_there_is_misuse() -> None:
     for name in ("manager", "layout"):
         with pytest.raises(RuntimeError, match="the cache must exist by now"):
             getattr(canary, name)
-    assert canary.summary().status == "disabled"
+    assert canary.summary().watching == "off"
     canary.uninstall()
+
+
+def test_incidents_of_caches_that_are_gone_stay_and_their_numbers_go_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, prompts = make_model("llama"), Prompts().of_lengths(40, 20)
+    with kv_canary.install(model, mode="log") as canary:
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                spoil(patch, canary, at=6)
+                generate(model, prompts)
+            with pytest.raises(RuntimeError, match="the cache must exist by now"):
+                assert canary.manager
+        incidents, summary = canary.incidents, canary.summary()
+        assert len(incidents) == summary.incidents >= 2
+        assert [incident.number for incident in incidents] == list(range(1, len(incidents) + 1))
+        assert summary.requests
+        assert summary.verdict.startswith(f"CORRUPTION: {len(incidents)} incidents, {summary.violations:,} violations")
+    assert "generate_batch" not in vars(model)
+    canary.uninstall()
+    # Canaries of tests before may have their say as late as here.
+    said = [r.message for r in caplog.records if "verdict: CORRUPTION" in r.message]
+    assert said == [f"kv-canary: verdict: {summary}"]
+
+
+@pytest.mark.parametrize("how", ["uninstalled", "its handle is dropped", "left"])
+def test_the_verdict_is_said_once_whether_uninstalled_or_not(how: str) -> None:
+    last = {"uninstalled": "canary.uninstall()", "its handle is dropped": "del canary", "left": "pass"}[how]
+    program = f"""
+import transformers, kv_canary
+config = transformers.LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, vocab_size=32)
+canary = kv_canary.install(transformers.LlamaForCausalLM(config))
+{last}
+"""
+    command = [sys.executable, "-P", "-c", program]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert found.stderr.count("kv-canary: verdict: no verdict; watched nothing") == 1, found.stderr

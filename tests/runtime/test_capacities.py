@@ -71,14 +71,14 @@ def test_a_prefix_that_a_whole_batch_shares_is_verified_for_each() -> None:
     assert [(r.reasons, r.request_id, r.slot) for r in found] == [(("K",), r.name, 37) for r in requests]
     summary = engine.manager.summary()
     assert summary.positions_verified - before == 400
-    assert summary.status == "healthy"
+    assert summary.watching == "complete"
 
 
 def test_a_plan_that_is_too_small_verifies_what_fits_and_says_so() -> None:
     engine = full_engine(verify_capacity=150)
     requests = sharers(engine, 4, prefix=100)
     before = engine.manager.summary()
-    assert before.status == "healthy"
+    assert before.watching == "complete"
     assert engine.forward.entry_capacities["full"] <= 150
     # In the order of the requests: position 36 of the first and of the second one fit.
     flip(engine.groups[0], 37, 36)
@@ -87,7 +87,7 @@ def test_a_plan_that_is_too_small_verifies_what_fits_and_says_so() -> None:
     found = engine.found()
     assert [(r.slot, r.request_id) for r in found] == [(37, "r0"), (90, "r0"), (37, "r1")]
     after = engine.manager.summary()
-    assert after.status == "degraded"
+    assert after.watching == "partial"
     assert after.positions_verified - before.positions_verified == 150
     assert after.positions_relied_on - before.positions_relied_on == 400
     assert after.launches["TAIL_FULL"] - before.launches["TAIL_FULL"] == 2
@@ -115,7 +115,7 @@ def test_a_group_of_windows_never_needs_more_than_its_windows() -> None:
         engine.step((a, n), (b, n))
     assert engine.found() == []
     summary = engine.manager.summary()
-    assert summary.status == "healthy"
+    assert summary.watching == "complete"
     assert summary.positions_verified == summary.positions_relied_on
     assert engine.forward.entry_capacities == {"full": 512, "ring": 32, "swa": 48}
     # Also with prefixes longer than the limits: windows stay as they are.

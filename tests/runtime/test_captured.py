@@ -167,7 +167,7 @@ def test_replays_and_eager_forwards_leave_the_same_behind(
     assert found[0] == found[1]
     assert faults or found[0] == 0
     summaries = [engine.manager.summary() for engine in (twins.eager, twins.captured)]
-    assert {s.status for s in summaries} == {"healthy"}
+    assert {s.watching for s in summaries} == {"complete"}
     counts = [(s.positions_relied_on, s.positions_verified, s.violations) for s in summaries]
     assert counts[0] == counts[1]
 
@@ -208,7 +208,7 @@ def test_prefixes_past_the_engine_s_limit_do_not_move_what_a_graph_knows() -> No
     assert engine.manager.state.token_pool is pool
     engine.manager.flush()
     # It held as much as the limits allow, and said so.
-    assert engine.manager.summary().status == "degraded"
+    assert engine.manager.summary().watching == "partial"
     b = engine.add("b", 10)
     tape.run(engine.batch((b, 4)))
     b.cached = 4
@@ -278,12 +278,12 @@ def test_a_graph_that_is_not_replayed_is_noticed() -> None:
         tape.run(batch)
         a.cached += 2
     assert engine.found() == []
-    assert engine.manager.summary().status == "healthy"
+    assert engine.manager.summary().watching == "complete"
     batch = engine.batch((a, 1))
     engine.forward.begin(batch, captured=tape.captured)
     engine.forward.end()
     engine.manager.flush()
-    assert engine.manager.summary().status == "stale"
+    assert engine.manager.summary().watching == "stale"
 
 
 def test_a_replay_that_stops_behind_head_is_noticed() -> None:
@@ -294,7 +294,7 @@ def test_a_replay_that_stops_behind_head_is_noticed() -> None:
     del tape.launches.taken[tape.middle :]
     tape.run(engine.batch((a, 1)))
     engine.manager.flush()
-    assert engine.manager.summary().status == "stale"
+    assert engine.manager.summary().watching == "stale"
 
 
 @pytest.mark.parametrize("phases", [("head",), ("head", "tail")])
@@ -335,4 +335,4 @@ def test_a_replay_that_raised_leaves_the_forward_ready() -> None:
     a.cached += 2
     engine.step((a, 1))
     assert [r.sentence for r in engine.found()] == []
-    assert engine.manager.summary().status == "healthy"
+    assert engine.manager.summary().watching == "complete"

@@ -88,12 +88,12 @@ def test_a_summary_says_what_steps_cost() -> None:
 
 
 def test_two_summaries_together_cost_what_the_larger_does() -> None:
-    one = kc.CanarySummary(status="healthy", cost=CanaryCost(step_us=10, host_us=3, device_us=1))
-    other = kc.CanarySummary(status="healthy", cost=CanaryCost(step_us=8, host_us=4, device_waits=True))
+    one = kc.CanarySummary(watching="complete", cost=CanaryCost(step_us=10, host_us=3, device_us=1))
+    other = kc.CanarySummary(watching="complete", cost=CanaryCost(step_us=8, host_us=4, device_waits=True))
     both = CanaryCost(step_us=10, host_us=4, device_us=1, device_waits=True)
     assert (one + other).cost == both
-    assert (one + kc.CanarySummary(status="healthy")).cost == one.cost
-    assert (kc.CanarySummary(status="healthy") + kc.CanarySummary(status="healthy")).cost is None
+    assert (one + kc.CanarySummary(watching="complete")).cost == one.cost
+    assert (kc.CanarySummary(watching="complete") + kc.CanarySummary(watching="complete")).cost is None
 
 
 def test_the_budget_takes_the_fixed_part_from_what_was_timed() -> None:

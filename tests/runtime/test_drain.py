@@ -175,10 +175,10 @@ def test_an_on_report_that_raises_is_logged_and_goes_no_further(caplog: pytest.L
 def test_a_canary_that_has_seen_no_forward_is_disabled() -> None:
     engine = full_engine()
     assert engine.manager.summary() == kc.CanarySummary(
-        status="disabled", steps=0, positions_verified=0, violations=0, reasons={}, launches={}
+        watching="off", steps=0, positions_verified=0, violations=0, reasons={}, launches={}
     )
     engine.manager.flush()
-    assert engine.manager.summary().status == "disabled"
+    assert engine.manager.summary().watching == "off"
 
 
 def test_an_incomplete_plan_degrades_the_status_for_good(caplog: pytest.LogCaptureFixture) -> None:
@@ -197,7 +197,7 @@ def test_an_incomplete_plan_degrades_the_status_for_good(caplog: pytest.LogCaptu
     a.cached += 1
     engine.step((a, 1))
     engine.manager.flush()
-    assert engine.manager.summary().status == "degraded"
+    assert engine.manager.summary().watching == "partial"
 
 
 def test_the_warning_of_an_incomplete_plan_names_its_status(caplog: pytest.LogCaptureFixture) -> None:
@@ -222,7 +222,10 @@ def test_the_summary_is_ready_for_json() -> None:
     assert set(summary.pop("memory")) == {"kv", "records", "seals", "tokens", "scratch"}
     assert set(summary.pop("cost")) == {"step_us", "host_us", "device_us", "device_waits"}
     assert summary == {
-        "status": "healthy",
+        "watching": "complete",
+        "verdict": "CORRUPTION: 1 incident, 1 violation, requests a",
+        "incidents": 1,
+        "requests": ["a"],
         "steps": 2,
         "positions_relied_on": 6,
         "positions_verified": 6,

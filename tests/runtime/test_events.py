@@ -55,19 +55,23 @@ def test_a_life_with_a_violation(tmp_path: Path) -> None:
     (report,) = engine.found()
     engine.manager.close()
     engine.manager.close()
-    start, status, found, stop = events(path)
+    start, status, incident, found, stop = events(path)
     assert (start["event"], start["version"], start["pid"]) == ("start", kc.__version__, os.getpid())
     assert start["config"]["event_log"] == str(path)
     assert start["config"]["stride"] == 1
-    assert {k: status[k] for k in ("event", "step", "before", "status")} == {
-        "event": "status",
+    assert {k: status[k] for k in ("event", "step", "before", "watching")} == {
+        "event": "watching",
         "step": 1,
-        "before": "disabled",
-        "status": "healthy",
+        "before": "off",
+        "watching": "complete",
     }
+    assert (incident["event"], incident["number"], incident["requests"]) == ("incident", 1, ["a"])
+    assert incident["sentence"] == engine.manager.incidents[0].sentence
     assert (found["event"], found["step"]) == ("report", 2)
     assert found["report"] == json.loads(json.dumps(report.as_dict()))
-    assert (stop["event"], stop["step"], stop["violations"]) == ("stop", 2, 1)
+    assert (stop["event"], stop["step"], stop["violations"], stop["incidents"]) == ("stop", 2, 1, 1)
+    assert (stop["watching"], stop["verdict"]) == ("complete", "CORRUPTION: 1 incident, 1 violation, requests a")
+    assert stop["sentence"] == str(engine.manager.summary())
 
 
 def test_times_are_utc_whatever_the_clock_says(tmp_path: Path) -> None:
@@ -84,10 +88,10 @@ def test_overflow_and_missing_launches_are_told_and_held_back(tmp_path: Path) ->
     path, clock = tmp_path / "events.jsonl", Clock()
     log = make_log(path, limit=RateLimit(10.0, clock=clock))
     for step in range(1, 4):
-        log.on_step(facts(step=step, status="degraded", statuses=(("full", 5),), verified=3))
-        log.on_step(facts(step=step, status="stale", missing={"HEAD_FULL": 1}))
+        log.on_step(facts(step=step, watching="partial", statuses=(("full", 5),), verified=3))
+        log.on_step(facts(step=step, watching="stale", missing={"HEAD_FULL": 1}))
     clock.now += 10
-    log.on_step(facts(step=9, status="stale", statuses=(("full", 5),), missing={"HEAD_FULL": 2}))
+    log.on_step(facts(step=9, watching="stale", statuses=(("full", 5),), missing={"HEAD_FULL": 2}))
     told = [{k: v for k, v in e.items() if k not in ("time", "pid", "event")} for e in events(path)]
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for kind, what in zip(kinds(path), told, strict=True):
@@ -101,9 +105,9 @@ def test_overflow_and_missing_launches_are_told_and_held_back(tmp_path: Path) ->
         {"step": 1, "launches": {"HEAD_FULL": 1}, "held_back": 0},
         {"step": 9, "launches": {"HEAD_FULL": 2}, "held_back": 2},
     ]
-    changes = [(c["before"], c["status"]) for c in by_kind["status"]]
-    there, back = ("degraded", "stale"), ("stale", "degraded")
-    assert changes == [("disabled", "degraded"), there, back, there, back, there]
+    changes = [(c["before"], c["watching"]) for c in by_kind["watching"]]
+    there, back = ("partial", "stale"), ("stale", "partial")
+    assert changes == [("off", "partial"), there, back, there, back, there]
 
 
 def test_differences_between_ranks_are_told_in_full(tmp_path: Path) -> None:
@@ -133,7 +137,7 @@ def test_the_file_may_be_moved_away(tmp_path: Path) -> None:
     path.rename(tmp_path / "moved")
     log.on_step(facts())
     log.close()
-    assert (kinds(tmp_path / "moved"), kinds(path)) == (["start"], ["status", "stop"])
+    assert (kinds(tmp_path / "moved"), kinds(path)) == (["start"], ["watching", "stop"])
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, *, room: int) -> None:
@@ -177,7 +181,8 @@ def test_a_full_disk_leaves_no_half_line_and_the_engine_goes_on(
     engine.manager.flush()
     engine.manager.close()
     assert kinds(path)[-2:] == ["lost", "stop"]
-    assert events(path)[-2]["events"] == engine.manager.summary().violations == 3
+    # Each with its report, and the one incident that they are.
+    assert events(path)[-2]["events"] == engine.manager.summary().violations + 1 == 4
 
 
 def test_what_a_killed_process_left_of_a_line_stays_apart(tmp_path: Path) -> None:
@@ -194,7 +199,7 @@ def test_a_long_life_keeps_two_files_of_bounded_size(tmp_path: Path) -> None:
     path, older = tmp_path / "events.jsonl", tmp_path / "events.jsonl.1"
     log = make_log(path, most_bytes=4000)
     for step in range(1, 200):
-        log.on_step(facts(step=step, status=("healthy", "degraded")[step % 2]))
+        log.on_step(facts(step=step, watching=("complete", "partial")[step % 2]))
         assert path.stat().st_size <= 4000
         assert not older.exists() or older.stat().st_size <= 4000
     steps = [e["step"] for e in events(older) + events(path)]
@@ -247,12 +252,12 @@ def test_lines_of_several_canaries_never_mix(tmp_path: Path, monkeypatch: pytest
     def work(log: EventLog, number: int) -> Callable[[], None]:
         def write() -> None:
             for step in range(50):
-                log.on_step(facts(step=1000 * number + step, status=("healthy", "degraded")[step % 2]))
+                log.on_step(facts(step=1000 * number + step, watching=("complete", "partial")[step % 2]))
 
         return write
 
     in_threads(*(work(log, number) for number, log in enumerate(logs)))
-    steps = [event["step"] for event in events(path) if event["event"] == "status"]
+    steps = [event["step"] for event in events(path) if event["event"] == "watching"]
     assert sorted(steps) == [1000 * number + step for number in range(4) for step in range(50)]
     assert not any(event["event"] == "lost" for event in events(path))
 

@@ -37,7 +37,7 @@ def test_a_phase_out_of_order_is_refused_by_name(done: int, wrong: str) -> None:
     for phase in PHASES[done:]:
         call(engine, phase, batch)
     assert engine.found() == []
-    assert engine.manager.summary().status == "healthy"
+    assert engine.manager.summary().watching == "complete"
 
 
 def test_a_forward_cannot_begin_within_itself() -> None:
@@ -178,7 +178,7 @@ def test_more_cached_positions_than_the_plan_first_held_are_all_verified() -> No
     engine.step((a, 1))
     engine.manager.flush()
     assert engine.manager.summary().positions_verified == 2000
-    assert engine.manager.summary().status == "healthy"
+    assert engine.manager.summary().watching == "complete"
 
 
 def flip(group: kc.BufferGroup, slot: int, position: int) -> None:
@@ -269,7 +269,7 @@ def test_an_index_outside_the_lut_is_reported_and_degrades() -> None:
     found = engine.found()
     assert {(r.reasons, r.position) for r in found} == {(("SLOT_RANGE",), 7)}
     assert "the table or the LUT holds an index that no pool has" in found[0].sentence
-    assert engine.manager.summary().status == "degraded"
+    assert engine.manager.summary().watching == "partial"
 
 
 def test_what_changes_in_a_ring_under_the_model_is_found_behind_it() -> None:

@@ -111,7 +111,7 @@ def test_drafts_are_clean_whatever_the_target_accepts(check_tokens: bool, stride
         count = rng.randrange(1, 5)
         engine.speculate({"a": rng.randrange(count + 1), "b": rng.randrange(count + 1)}, count=count)
     assert [r.sentence for r in engine.found()] == []
-    assert engine.manager.summary().status == "healthy"
+    assert engine.manager.summary().watching == "complete"
 
 
 def test_the_tail_of_a_step_never_holds_a_draft() -> None:
@@ -211,7 +211,7 @@ def test_what_an_earlier_forward_of_the_same_name_could_not_plan_is_told() -> No
         engine.make(engine.drafts, batch)
         engine.make(engine.drafts, engine.forward_batch("draft", [(a, 7, [7000])]))
     engine.manager.flush()
-    assert engine.manager.summary().status == "degraded"
+    assert engine.manager.summary().watching == "partial"
 
 
 def test_what_was_expected_is_what_is_known() -> None:

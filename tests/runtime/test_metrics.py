@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import kv_canary as kc
 from kv_canary.observers.metrics import METRICS, PrometheusMetrics
-from kv_canary.runtime.summary import CanaryStatus
+from kv_canary.runtime.summary import Watching
 
 from .engine import Engine, full_engine
 from .observed import free_port, get, live, make_engine, scrape, without_times
@@ -56,7 +56,7 @@ def run_with_damage(engine: Engine, *positions: int) -> None:
 
 def test_before_any_step_it_is_disabled_and_counts_from_zero() -> None:
     _, registry = watched()
-    assert [value(registry, "status", status=s) for s in CanaryStatus] == [1, 0, 0, 0]
+    assert [value(registry, "watching", watching=s) for s in Watching] == [1, 0, 0, 0]
     for name in ("steps_total", "violations_total", "discarded_total", "positions_verified_total"):
         assert value(registry, name) == 0
     for name in ("coverage", "stride", "last_step", "last_step_timestamp_seconds"):
@@ -75,7 +75,7 @@ def test_the_numbers_are_those_of_the_summary() -> None:
     assert value(registry, "violations_by_reason_total", group="full", reason="K") == 5
     assert value(registry, "launches_total", tag="TAIL_FULL") == summary.launches["TAIL_FULL"] == 4
     assert value(registry, "entries_total", tag="HEAD_FULL") == 12
-    assert [value(registry, "status", status=s) for s in CanaryStatus] == [0, 1, 0, 0]
+    assert [value(registry, "watching", watching=s) for s in Watching] == [0, 1, 0, 0]
     assert (value(registry, "coverage"), value(registry, "stride")) == (1, 1)
 
 
@@ -138,7 +138,7 @@ def test_incomplete_plans_degrade(caplog: pytest.LogCaptureFixture) -> None:
     run_with_damage(engine)
     assert value(registry, "incomplete_plans_total", group="full", bit="OVERFLOW") == 1
     assert value(registry, "coverage") == 0.25
-    assert [value(registry, "status", status=s) for s in CanaryStatus] == [0, 0, 1, 0]
+    assert [value(registry, "watching", watching=s) for s in Watching] == [0, 0, 1, 0]
 
 
 def test_missing_launches_make_it_stale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_missing_launches_make_it_stale(monkeypatch: pytest.MonkeyPatch) -> None
     fewer_launches(monkeypatch, engine)
     run_with_damage(engine)
     assert value(registry, "missing_launches_total", tag="TAIL_FULL") == 2
-    assert [value(registry, "status", status=s) for s in CanaryStatus] == [0, 0, 0, 1]
+    assert [value(registry, "watching", watching=s) for s in Watching] == [0, 0, 0, 1]
 
 
 def test_canaries_of_one_registry_are_told_apart() -> None:
@@ -166,7 +166,7 @@ def test_canaries_of_one_registry_are_told_apart() -> None:
     assert 'rank="1"' not in text
 
 
-@pytest.mark.parametrize("label", ["group", "reason", "status", "tag", "bit", "a b", "1a", "__name", ""])
+@pytest.mark.parametrize("label", ["group", "reason", "watching", "tag", "bit", "a b", "1a", "__name", ""])
 def test_labels_that_cannot_be_used_are_refused(label: str) -> None:
     with pytest.raises(ValueError, match="kv-canary: PrometheusMetrics: labels must be names such as model or rank"):
         PrometheusMetrics(CollectorRegistry(), labels={label: "x"})
@@ -319,7 +319,8 @@ def test_the_dashboard_shows_what_matters() -> None:
     dashboard = json.loads((DOCS / "dashboard.json").read_text())
     shown = set().union(*(names_in(t["expr"]) for p in dashboard["panels"] for t in p["targets"]))
     assert shown >= {
-        "kv_canary_status",
+        "kv_canary_watching",
+        "kv_canary_incidents_total",
         "kv_canary_coverage",
         "kv_canary_violations_by_reason_total",
         "kv_canary_incomplete_plans_total",

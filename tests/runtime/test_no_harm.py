@@ -77,7 +77,7 @@ def test_a_launch_that_fails_is_contained_and_the_canary_goes_on(
     assert summary.violations == 0
     assert list(summary.failures.values()) == [1]
     assert summary.skipped == 1
-    assert summary.status == "degraded"
+    assert summary.watching == "partial"
     assert [r.getMessage().count("failed (RuntimeError)") for r in caplog.records] == [1]
     # It is still on: a fault is found where it is.
     flip(engine, "a", 3)
@@ -88,7 +88,7 @@ def test_a_launch_that_fails_is_contained_and_the_canary_goes_on(
     for _ in range(RECENT_STEPS):
         engine.step((b, 1)) if b.cached < 100 else engine.run(engine.batch((b, 0)))
     engine.manager.flush()
-    assert (engine.manager.summary().status, engine.manager.summary().skipped) == ("healthy", 1)
+    assert (engine.manager.summary().watching, engine.manager.summary().skipped) == ("complete", 1)
 
 
 @pytest.mark.parametrize("name", ["push", "poll", "_fetch"])
@@ -154,7 +154,7 @@ def test_a_discarded_that_raises_loses_no_finding() -> None:
     assert summary.violations == len(engine.manager.reports) == 1
     assert summary.failures == {"discarded: RuntimeError": 1}
     # It is the engine's own callback: nothing of the canary's has failed.
-    assert summary.status == "healthy"
+    assert summary.watching == "complete"
 
 
 def test_an_observer_that_raises_at_every_step_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -181,7 +181,7 @@ def test_an_observer_that_raises_at_every_step_is_told_of_once(caplog: pytest.Lo
         == 20
     )
     # Nothing of the canary's own has failed.
-    assert engine.manager.summary().status == "healthy"
+    assert engine.manager.summary().watching == "complete"
 
 
 def test_what_a_forward_is_not_told_right_is_said_and_costs_that_forward(caplog: pytest.LogCaptureFixture) -> None:
@@ -316,7 +316,7 @@ def test_off_is_off() -> None:
     engine.manager.flush()
     engine.manager.close()
     assert engine.manager.summary() == dataclasses.replace(
-        kc.CanarySummary(status="disabled"), dropped=engine.manager.summary().dropped
+        kc.CanarySummary(watching="off"), dropped=engine.manager.summary().dropped
     )
     assert not engine.groups[0].pool.records.any()
 

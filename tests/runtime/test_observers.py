@@ -33,7 +33,7 @@ def facts(**changes: Any) -> StepFacts:
     """Return a step at which nothing happened."""
     plain: dict[str, Any] = {
         "step": 1,
-        "status": "healthy",
+        "watching": "complete",
         "requests": 1,
         "relied_on": 8,
         "verified": 8,
@@ -168,7 +168,7 @@ def test_facts_say_status_and_stride_and_discarded() -> None:
     assert [s.stride for s in listener.steps()] == [4, 4]
     assert [s.discarded for s in listener.steps()] == [0, 1]
     assert [s.violations for s in listener.steps()] == [0, 0]
-    assert [s.status for s in listener.steps()] == ["healthy", "healthy"]
+    assert [s.watching for s in listener.steps()] == ["complete", "complete"]
     assert engine.manager.summary().discarded == 1
 
 
@@ -232,7 +232,7 @@ def test_missing_launches_are_an_error_once_and_then_now_and_then(
     (line,) = lines(caplog, "launches missing")
     assert line.startswith("kv-canary: step 2 went by with launches missing: 1 of TAIL_FULL.")
     assert [r.levelname for r in caplog.records if r.message == line] == ["ERROR"]
-    assert engine.manager.summary().status == "stale"
+    assert engine.manager.summary().watching == "stale"
 
 
 def test_the_line_about_missing_launches_counts_what_was_held_back(caplog: pytest.LogCaptureFixture) -> None:
@@ -262,7 +262,7 @@ def test_a_step_of_unknown_launches_repeats_no_earlier_miss(monkeypatch: pytest.
     engine.manager.flush()
     assert [dict(s.missing) for s in listener.steps()] == [{}, {"TAIL_FULL": 1}, {}]
     # What is not known to be better is not called so.
-    assert [s.status for s in listener.steps()] == ["healthy", "stale", "stale"]
+    assert [s.watching for s in listener.steps()] == ["complete", "stale", "stale"]
 
 
 def test_health_tells_the_last_drained_step_and_how_long_ago() -> None:
@@ -341,11 +341,11 @@ def test_statistics_come_every_so_many_steps(caplog: pytest.LogCaptureFixture) -
     first, second = lines(caplog, "statistics")
     assert first == (
         "kv-canary: statistics: 3 steps up to 3: requests=3 relied_on=13 verified=13 (100.00%) violations=2 stride=1"
-        " status=healthy entries: HEAD_FULL=13 TAIL_FULL=21"
+        " watching=complete entries: HEAD_FULL=13 TAIL_FULL=21"
     )
     assert second == (
         "kv-canary: statistics: 3 steps up to 6: requests=3 relied_on=27 verified=27 (100.00%) violations=3 stride=1"
-        " status=healthy entries: HEAD_FULL=27 TAIL_FULL=30"
+        " watching=complete entries: HEAD_FULL=27 TAIL_FULL=30"
     )
 
 
@@ -358,7 +358,7 @@ def test_statistics_tell_a_coverage_that_is_not_whole(caplog: pytest.LogCaptureF
         engine.manager.flush()
     (line,) = lines(caplog, "statistics")
     assert "relied_on=8 verified=4 (50.00%)" in line
-    assert "status=degraded" in line
+    assert "watching=partial" in line
 
 
 def test_a_config_without_wishes_has_the_two_that_are_always_there() -> None:

@@ -117,7 +117,7 @@ def test_a_forward_inside_another_is_refused(phases: int, in_a_step: bool) -> No
         interleave()
     assert engine.manager.step == (2 if in_a_step else 3)
     assert [r.sentence for r in engine.found()] == []
-    assert engine.manager.summary().status == "healthy"
+    assert engine.manager.summary().watching == "complete"
 
 
 def test_every_interleaving_of_two_forwards_is_as_the_model_says() -> None:
@@ -196,7 +196,7 @@ def test_what_a_step_raises_is_not_hidden_by_the_forward_that_it_cut_short() -> 
     run(engine, first)
     assert [r.sentence for r in engine.found()] == []
     summary = engine.manager.summary()
-    assert summary.status == "healthy"
+    assert summary.watching == "complete"
 
 
 class Failure(Exception):  # noqa: N818 - what the tests throw, and nothing else
@@ -285,7 +285,7 @@ def test_what_raises_inside_a_forward_leaves_it_ready(
     engine.step((a, 1), (b, 1))
     assert [r.sentence for r in engine.found()] == []
     after = engine.manager.summary()
-    assert (before.status, after.status) == ("healthy", "healthy")
+    assert (before.watching, after.watching) == ("complete", "complete")
     assert after.positions_relied_on - before.positions_relied_on == a.cached + b.cached - 2
 
 
@@ -324,7 +324,7 @@ def test_a_cache_walk_that_raises_loses_no_step() -> None:
     engine.step((a, 1))
     assert engine.found() == []
     summary = engine.manager.summary()
-    assert summary.status == "healthy"
+    assert summary.watching == "complete"
     assert summary.positions_verified == summary.positions_relied_on == 4 + 5 + 6
 
 
@@ -433,7 +433,7 @@ def test_no_failure_of_any_forward_makes_a_healthy_engine_guilty(
     engine.manager.sweep()
     engine.manager.flush()
     assert [r.sentence for r in engine.manager.reports] == []
-    assert engine.manager.summary().status == "healthy"
+    assert engine.manager.summary().watching == "complete"
 
 
 @pytest.mark.parametrize("where", POINTS)

@@ -95,7 +95,7 @@ def test_healthy_ranks_never_part(lives: Lives, name: str) -> None:
     for facts in lives.said[name]:
         assert "error" not in facts, facts["error"]
         assert (facts["met"], facts["alone"], facts["sought"], facts["meetings"]) == (0, False, False, 0)
-        assert (facts["parted"], facts["status"], facts["differences"]) == ([], "healthy", [])
+        assert (facts["parted"], facts["watching"], facts["differences"]) == ([], "complete", [])
         assert facts["compared"] > 50
 
 
@@ -104,7 +104,7 @@ def test_ranks_meet_again_after_a_pause_and_say_so_once(lives: Lives, name: str)
     for facts in lives.said[name]:
         assert "error" not in facts, facts["error"]
         assert facts["all_met"], facts
-        assert (facts["met"], facts["alone"], facts["status"]) == (1, False, "healthy")
+        assert (facts["met"], facts["alone"], facts["watching"]) == (1, False, "complete")
         assert [len(facts[lines]) for lines in ("parted", "together", "for good")] == [1, 1, 0]
         assert "until all ranks have met again" in facts["parted"][0]
         # Nobody found a thing while they were apart, and nothing was made up where they met.
@@ -142,7 +142,7 @@ def test_ranks_meet_again_after_each_of_several_pauses(lives: Lives) -> None:
     for facts in lives.said["again"]:
         assert facts["all_met"], facts
         assert (facts["met"], len(facts["parted"]), len(facts["together"])) == (3, 3, 3)
-        assert (facts["status"], facts["raised_before"]) == ("healthy", first["raised_before"])
+        assert (facts["watching"], facts["raised_before"]) == ("complete", first["raised_before"])
 
 
 def test_what_a_rank_finds_alone_is_logged_and_not_raised_later(lives: Lives) -> None:
@@ -150,27 +150,27 @@ def test_what_a_rank_finds_alone_is_logged_and_not_raised_later(lives: Lives) ->
     assert (first["was_alone"], second["was_alone"]) == (True, True)
     assert (first["reasons"], second["reasons"]) == (["K"], [])
     for facts in (first, second):
-        assert (facts["all_met"], facts["raised"], facts["status"]) == (True, [], "healthy")
+        assert (facts["all_met"], facts["raised"], facts["watching"]) == (True, [], "complete")
 
 
 def test_ranks_that_were_before_different_steps_meet_again(lives: Lives) -> None:
     for facts in lives.said["other steps"]:
         assert facts["all_met"], facts
         assert [d[:3] for d in facts["differences"]] == [["a", ["VIOLATIONS"], [1]]]
-        assert (facts["status"], facts["met"]) == ("healthy", 1)
+        assert (facts["watching"], facts["met"]) == ("complete", 1)
 
 
 def test_ranks_whose_steps_have_other_numbers_are_not_told_to_differ(lives: Lives) -> None:
     for facts in lives.said["other numbers"]:
         assert facts["all_met"], facts
-        assert (facts["differences"], facts["status"], facts["met"]) == ([], "healthy", 1)
+        assert (facts["differences"], facts["watching"], facts["met"]) == ([], "complete", 1)
         assert "steps were between them, so they are compared only where" in facts["together"][0]
 
 
 def test_ranks_that_would_wait_for_each_other_try_it_a_few_times(lives: Lives) -> None:
     for facts in lives.said["other numbers, raise mode"]:
         assert facts["over"], facts
-        assert (facts["met"], facts["status"], facts["differences"]) == (0, "degraded", [])
+        assert (facts["met"], facts["watching"], facts["differences"]) == (0, "partial", [])
         assert [len(facts[lines]) for lines in ("parted", "together", "for good")] == [1, 0, 1]
         # Longer than the timeout no step waits; the rest is for a busy machine.
         assert facts["worst"] < TIMEOUT + BUSY
@@ -179,12 +179,12 @@ def test_ranks_that_would_wait_for_each_other_try_it_a_few_times(lives: Lives) -
 def test_a_rank_whose_manager_comes_late_is_met(lives: Lives) -> None:
     for facts in lives.said["late"]:
         assert facts["all_met"], facts
-        assert (facts["status"], facts["differences"], len(facts["together"])) == ("healthy", [], 1)
+        assert (facts["watching"], facts["differences"], len(facts["together"])) == ("complete", [], 1)
 
 
 def test_a_rank_that_comes_late_and_is_configured_differently_is_refused_for_good(lives: Lives) -> None:
     for facts in lives.said["late, configured differently"]:
-        assert (facts["refused"], facts["status"], facts["met"]) == (True, "degraded", 0)
+        assert (facts["refused"], facts["watching"], facts["met"]) == (True, "partial", 0)
         (line,) = facts["for good"]
         assert "digest_every must be the same on all ranks, got 1, 2" in line
 
@@ -195,7 +195,7 @@ def test_a_killed_rank_is_told_of_once_and_holds_nobody_up(lives: Lives, name: s
     assert dead == {}
     for facts in survivors:
         assert "error" not in facts, facts["error"]
-        assert (facts["alone"], facts["met"], facts["status"]) == (True, 0, "degraded")
+        assert (facts["alone"], facts["met"], facts["watching"]) == (True, 0, "partial")
         assert [len(facts[lines]) for lines in ("parted", "together", "for good")] == [1, 0, 0]
         # They wait at the first meeting, without a try.
         assert facts["meetings"] == 1

@@ -134,7 +134,7 @@ def test_ranks_exchange_at_steps_that_the_configuration_alone_says(
         assert len(words) == exchanges(20, every=every, agrees=mode == "raise")
         assert len({w.shape for w in words}) <= 1
         assert engine.manager.rank_reports == engine.manager.reports
-        assert engine.manager.summary().status == "healthy"
+        assert engine.manager.summary().watching == "complete"
 
 
 @pytest.mark.every_day("0", "3", "4", "7")
@@ -191,7 +191,7 @@ def test_whatever_happens_to_ranks_they_make_the_same_calls_and_raise_together(
     for rank, engine in enumerate(engines):
         steps = engine.manager.step
         assert len(sent(engine)) == exchanges(steps, every=every, agrees=mode == "raise")
-        assert engine.manager.summary().status == "healthy"
+        assert engine.manager.summary().watching == "complete"
         assert bool(engine.manager.reports) <= (rank in hurt)
         # No difference is made up: only that some ranks have violations.
         kinds = {d for report in engine.manager.rank_reports for d in report.differences}
@@ -212,11 +212,11 @@ def test_a_rank_without_the_others_goes_on_after_the_timeout(
     a = alone.add("a", 60)
     for _ in range(watch.LAG + 3):
         alone.step((a, 1))
-    assert alone.manager.summary().status == "healthy"
+    assert alone.manager.summary().watching == "complete"
     later = time.monotonic() + 6
     monkeypatch.setattr(watch.time, "monotonic", lambda: later)
     alone.step((a, 1))
-    assert alone.manager.summary().status == "degraded"
+    assert alone.manager.summary().watching == "partial"
     assert caplog.text.count("not all ranks took part in the exchange before step 5 within 5 seconds") == 1
     before = len(sent(alone))
     damage(alone, a, 1)
@@ -261,7 +261,7 @@ def test_an_exchange_that_cannot_begin_or_fails_degrades_and_raises_nothing(
                 engine.manager.flush(all_ranks=True)
                 found = engine.manager.summary()
                 # A log rank looks at exchanges, and only a flush or a raise rank waits for one.
-                assert found.status == "degraded"
+                assert found.watching == "partial"
                 assert found.reasons == {"K": found.violations}
     assert "connection closed by peer" in caplog.text
 

@@ -32,7 +32,7 @@ def test_the_ranks_say_what_they_have_to(results: Results, name: str) -> None:
 @pytest.mark.long
 def test_a_healthy_run_is_compared_all_along(results: Results) -> None:
     for facts in results["healthy"]:
-        assert (facts["steps"], facts["compared"], facts["status"]) == (200, 40, "healthy")
+        assert (facts["steps"], facts["compared"], facts["watching"]) == (200, 40, "complete")
         assert facts["differences"] == []
 
 
@@ -80,7 +80,7 @@ def test_a_forward_that_fails_on_one_rank_leaves_the_others_comparing(results: R
 def test_a_rank_that_lost_another_goes_on_and_says_so(results: Results) -> None:
     for name in ("silent", "silent, raise mode", "killed", "killed, raise mode"):
         survivor = results[name][0]
-        assert survivor["status"] == "degraded"
+        assert survivor["watching"] == "partial"
         # It went on verifying, alone, and raised nothing.
         assert survivor["reasons"] == ["K"]
         assert survivor["raised"] == []

@@ -258,7 +258,7 @@ def test_repetitions_leave_what_forwards_leave_that_are_begun_anew(
     assert {name for name in first if not torch.equal(first[name], second[name])} == set()
     summary = repeated.manager.summary()
     assert summary == anew.manager.summary()
-    assert summary.status == "healthy"
+    assert summary.watching == "complete"
     if "stride" not in options:
         assert summary.positions_verified == summary.positions_relied_on > 0
 
@@ -424,7 +424,7 @@ def test_more_entries_than_there_is_room_for_are_no_repetition(rounds: bool) -> 
     assert engine.forward.entry_capacities["g0"] >= before
     summary = engine.manager.summary()
     engine.manager.flush()
-    assert (summary.status, engine.manager.summary().incomplete) == ("healthy", {})
+    assert (summary.watching, engine.manager.summary().incomplete) == ("complete", {})
     assert engine.repeated > 80
 
 

@@ -58,7 +58,7 @@ def test_windows_move_on_over_slots_that_are_used_again() -> None:
     assert a.cached + b.cached > 39
     summary = engine.manager.summary()
     assert summary.positions_verified == summary.positions_relied_on
-    assert summary.status == "healthy"
+    assert summary.watching == "complete"
 
 
 def test_one_position_too_many_taken_back_is_unmapped() -> None:
@@ -116,7 +116,7 @@ def test_a_full_slot_outside_the_table_or_the_pool_is_reported(wrong: int) -> No
     found = engine.found()
     expected = "UNMAPPED" if wrong == 0 else "SLOT_RANGE"
     assert {(r.reasons, r.position, r.group) for r in found} == {((expected,), 7, "swa")}
-    assert engine.manager.summary().status == ("degraded" if wrong in (256, -1) else "healthy")
+    assert engine.manager.summary().watching == ("partial" if wrong in (256, -1) else "complete")
 
 
 def test_a_prefix_hit_needs_its_window_only() -> None:

@@ -83,7 +83,7 @@ def test_a_sweep_counts_as_no_position_that_a_forward_relied_on() -> None:
     summary = caching.engine.manager.summary()
     assert summary.positions_verified == summary.positions_relied_on
     assert summary.launches["SWEEP_FULL"] == 3
-    assert summary.status == "healthy"
+    assert summary.watching == "complete"
 
 
 def test_a_cache_that_is_empty_or_that_nobody_walks_costs_nothing() -> None:
@@ -134,7 +134,7 @@ def test_a_sweep_before_any_forward_is_silent() -> None:
     engine = full_engine()
     engine.manager.sweep()
     engine.manager.scrub()
-    assert engine.manager.summary().status == "disabled"
+    assert engine.manager.summary().watching == "off"
 
 
 @pytest.mark.parametrize("wrong", ["token of another chain", "position", "freed", "never written"])

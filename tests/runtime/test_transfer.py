@@ -499,7 +499,7 @@ def test_a_healthy_pair_is_silent(results: dict[str, Any], run: campaign.Run) ->
     for side in campaign.SIDES:
         assert result[side]["reports"] == []
         summary = result[side]["summary"]
-        assert summary["status"] == "healthy"
+        assert summary["watching"] == "complete"
         assert summary["violations"] == summary["discarded"] == 0
         assert summary["positions_verified"] == summary["positions_relied_on"] > 0
         assert set(summary["launches"]) == {"HEAD_FULL", "TAIL_FULL", "HEAD_SWA", "TAIL_SWA"}
@@ -578,7 +578,7 @@ def test_a_verdict_sees_silence_noise_and_wrong_blame(results: dict[str, Any]) -
     assert not campaign.is_as_it_should_be(faulty, good)
     assert not campaign.is_as_it_should_be(dataclasses.replace(faulty, pool=SWA), bad)
     assert not campaign.is_as_it_should_be(faulty, {**bad, "prefill": bad["decode"]})
-    stale = {**good["decode"], "summary": {**good["decode"]["summary"], "status": "stale"}}
+    stale = {**good["decode"], "summary": {**good["decode"]["summary"], "watching": "stale"}}
     assert not campaign.is_as_it_should_be(healthy, {**good, "decode": stale})
 
 

@@ -34,7 +34,7 @@ def test_the_life_without_the_bug_is_silent(scenario: Scenario) -> None:
     healthy, _ = lives(scenario)
     assert [r.sentence for r in healthy.reports] == []
     assert healthy.acts == []
-    assert (healthy.summary.status, healthy.summary.violations) == ("healthy", 0)
+    assert (healthy.summary.watching, healthy.summary.violations) == ("complete", 0)
     assert healthy.summary.positions_verified == healthy.summary.positions_relied_on > 0
     assert sum(len(text) for text in healthy.texts.values()) > 0
 
@@ -62,7 +62,7 @@ def test_what_is_not_visible_makes_the_text_wrong_in_silence(scenario: Scenario)
     _, faulty = lives(scenario)
     assert faulty.acts
     assert [r.sentence for r in faulty.reports] == []
-    assert faulty.summary.status == "healthy"
+    assert faulty.summary.watching == "complete"
     assert facts(scenario).text_late is not None
 
 

@@ -116,7 +116,7 @@ def run_clean(
     assert run.scheduler.is_fully_idle()
     summary = manager.summary()
     assert [r.sentence for r in manager.reports] == []
-    assert (summary.violations, summary.reasons, summary.status) == (0, {}, "healthy")
+    assert (summary.violations, summary.reasons, summary.watching) == (0, {}, "complete")
     assert summary.steps == run.modes.total() > 0
     assert summary.stride == 1
     assert summary.positions_relied_on == summary.positions_verified == run.relied_on.total() > 0

@@ -68,7 +68,7 @@ def test_searches_among_ordinary_requests_are_verified_row_by_row(llama, overlap
     scheduler = build(llama, "raise", disable_overlap_schedule=not overlap)
     assert live(scheduler) == expected
     state = session.current().status()
-    assert (state["status"], state["off"], state["violations"]) == ("healthy", "", 0)
+    assert (state["watching"], state["off"], state["violations"]) == ("complete", "", 0)
     assert (state["skipped"], state["left_out"], state["failures"]) == (0, {}, {})
     assert state["positions_verified"] == state["positions_relied_on"]
     # 11 forwards of three rows, each with 50 positions of the prompt and what was generated.
@@ -112,7 +112,7 @@ def test_a_tight_pool_with_aborts_is_clean(llama, overlap, seed):
         if req.beam_group is None:
             assert engine.is_greedy(llama, req.origin_input_ids, req.output_ids)
     state = session.current().status()
-    assert (state["status"], state["violations"], state["skipped"], state["left_out"]) == ("healthy", 0, 0, {})
+    assert (state["watching"], state["violations"], state["skipped"], state["left_out"]) == ("complete", 0, 0, {})
     assert state["positions_verified"] == state["positions_relied_on"]
 
 
@@ -192,7 +192,7 @@ def test_a_wide_search_over_a_long_prompt_leaves_itself_out_and_nobody_else(llam
     [(why, count)] = state["left_out"].items()
     assert "a row of a beam search whose text has changed" in why
     assert count > 8
-    assert (state["status"], state["violations"], state["skipped"], state["failures"]) == ("healthy", 0, 0, {})
+    assert (state["watching"], state["violations"], state["skipped"], state["failures"]) == ("complete", 0, 0, {})
     assert state["positions_verified"] == state["positions_relied_on"]
     # Rows that go on from where they were read what rows that were left out have written.
     assert state["unverified"] > 0
@@ -290,7 +290,7 @@ def test_a_whole_engine_serves_searches_with_the_canary_on(llama, without, mode)
     assert (run.outputs, run.beams, run.cached) == (without.outputs, without.beams, without.cached)
     assert [[len(b) for b in r] for r in run.beams] == [[0, 3, 0, 2, 0]] * 2
     state = run.states[0]["kv-canary"]
-    assert (state["status"], state["off"], state["violations"]) == ("healthy", "", 0)
+    assert (state["watching"], state["off"], state["violations"]) == ("complete", "", 0)
     assert (state["skipped"], state["left_out"], state["failures"]) == (0, {}, {})
     assert state["positions_verified"] == state["positions_relied_on"] > 2 * 13 * (40 + 3 * 50 + 70 + 2 * 30 + 90)
 

@@ -263,6 +263,6 @@ def test_an_engine_of_processes_is_clean(llama, args):
         assert (sum(cached) > 0) == (asked is ROUNDS[1])
     [state] = run.states
     found = state["kv-canary"]
-    assert (found["status"], found["mode"], found["off"], found["violations"]) == ("healthy", "raise", "", 0)
+    assert (found["watching"], found["mode"], found["off"], found["violations"]) == ("complete", "raise", "", 0)
     assert found["positions_verified"] == found["positions_relied_on"] > sum(LENGTHS)
     assert found["steps"] > 60

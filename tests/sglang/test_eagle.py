@@ -41,7 +41,7 @@ def check(model: str, reqs: list[Any], *, steps: int = eagle_harness.STEPS) -> d
 def clean() -> dict[str, Any]:
     session.current().manager.flush()
     status = session.current().status()
-    assert (status["status"], status["off"], status["violations"]) == ("healthy", "", 0)
+    assert (status["watching"], status["off"], status["violations"]) == ("complete", "", 0)
     assert status["positions_verified"] == status["positions_relied_on"] > 1_000
     return status
 

@@ -48,7 +48,7 @@ def test_a_healthy_life_is_clean_and_wholly_verified(name: str, page: int, cover
     summary = engine.manager.summary()
     assert [r.sentence for r in engine.found()] == []
     assert summary.violations == 0
-    assert summary.status == "healthy"
+    assert summary.watching == "complete"
     assert summary.positions_verified == summary.positions_relied_on > 400 * len(engine.groups) / 3
 
 

@@ -33,7 +33,7 @@ def test_the_servers_internal_state_shows_it(llama):
     engine.run_all(scheduler)
     state = scheduler.get_internal_state(None).internal_state["kv-canary"]
     assert engine.is_greedy(llama, req.origin_input_ids, req.output_ids)
-    assert (state["status"], state["off"], state["mode"], state["groups"]) == ("healthy", "", "log", ["full"])
+    assert (state["watching"], state["off"], state["mode"], state["groups"]) == ("complete", "", "log", ["full"])
     # Two chunks and four decodes: 64, then 70, 71, 72 and 73.
     assert state["positions_verified"] == state["positions_relied_on"] == 64 + 70 + 71 + 72 + 73
     assert state["hooks"]["sglang.srt.model_executor.model_runner.ModelRunner.forward"] >= 6

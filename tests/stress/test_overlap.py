@@ -30,7 +30,7 @@ def test_a_step_ahead_of_the_device_there_is_no_false_alarm(options: dict[str, A
     assert engine.manager is not None
     engine.manager.scrub()
     summary = engine.manager.summary()
-    assert (summary.status, summary.violations, engine.wrong_tokens) == ("healthy", 0, 0), engine.manager.reports
+    assert (summary.watching, summary.violations, engine.wrong_tokens) == ("complete", 0, 0), engine.manager.reports
     assert summary.positions_verified == summary.positions_relied_on > 10_000
     assert engine.finished > 20
     assert engine.retracted

@@ -24,7 +24,7 @@ from kv_canary.perturb import MODES, PerturbConfig, bytes_of
 from kv_canary.perturb import perturber as perturber_module
 
 HEALTHY = {
-    "status": "healthy",
+    "watching": "complete",
     "violations": 0,
     "discarded": 0,
     "positions_relied_on": 100,
@@ -94,7 +94,7 @@ def test_what_a_life_raises_is_told_with_its_seed(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"status": "stale"}, "the canary says that it is stale"),
+        ({"watching": "stale"}, "the canary says that it is stale"),
         ({"positions_verified": 99}, "99 of 100 cached positions were verified"),
         ({"positions_verified": 101}, "101 of 100 cached positions were verified"),
         ({"positions_relied_on": 98}, "100 cached positions were relied on, the canary counted 98"),

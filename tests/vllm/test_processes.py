@@ -148,7 +148,7 @@ def test_every_rank_of_a_server_is_guarded_by_the_environment_alone(server: Serv
     assert [s["rank"] for s in statuses] == [0, 1]
     assert len({s["process"] for s in statuses}) == 2
     for status in statuses:
-        assert status["status"] == "healthy"
+        assert status["watching"] == "complete"
         assert status["violations"] == status["skipped"] == 0
         assert status["failures"] == {}
         # Three of four requests have hit two blocks each.

@@ -251,7 +251,7 @@ def _judged(case: Case, results: dict[Case, dict[str, Any]]) -> dict[str, Any]:
         return {"case": asdict(case), "name": case.name, "ok": False, "failed": ["served"], **watched}
     if case.fault:
         status = watched["status"]
-        checks = fault_checks(watched) | {"healthy": status["status"] == "healthy" and not status["off"]}
+        checks = fault_checks(watched) | {"healthy": status["watching"] == "complete" and not status["off"]}
     else:
         checks = _clean_checks(case, watched, results[replace(case, canary=False)])
     return {
@@ -272,7 +272,7 @@ def _clean_checks(case: Case, watched: dict[str, Any], plain: dict[str, Any]) ->
         "no violations": summary["violations"] == 0 and not watched["reports"],
         "every forward": summary["steps"] == sum(watched["forwards"].values()) > 0,
         "every position": summary["positions_verified"] == summary["positions_relied_on"] > 0,
-        "healthy": summary["status"] == "healthy" and not summary["off"],
+        "healthy": summary["watching"] == "complete" and not summary["off"],
         "graphs replayed": (watched["replays"] > 0) == graphs,
         "every decode by a graph": not graphs or watched["decodes_replayed"] == watched["forwards"].get("DECODE", 0),
         "batches padded": (watched["padded"] > 0) == graphs,

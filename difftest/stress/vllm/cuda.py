@@ -322,7 +322,7 @@ def _clean_checks(watched: dict[str, Any], plain: dict[str, Any]) -> dict[str, b
         "same schedule": all(plain.get(key) == watched[key] for key in ("forwards", "decodes", "preempted")),
         "no violations": summary["violations"] == 0 and not watched["reports"],
         "every position": summary["positions_verified"] == summary["positions_relied_on"] > 0,
-        "healthy": summary["status"] == "healthy",
+        "healthy": summary["watching"] == "complete",
         "as many replays": watched["replays"] == plain.get("replays"),
         "chunks": watched["chunked"] > 0,
         "prefix hits": watched["prefix_hits"] > 0,

@@ -45,7 +45,7 @@ from kv_canary.runtime.guard import Contained
 from kv_canary.runtime.host import front, send
 from kv_canary.runtime.manager import CanaryManager
 from kv_canary.runtime.pools import BufferGroup
-from kv_canary.runtime.summary import CanaryStatus
+from kv_canary.runtime.summary import Watching
 from kv_canary.settings import is_asked_for
 
 _current: Session | None = None
@@ -349,7 +349,7 @@ class Session:
         """Return what the canary has done, which hooks are live, and what it could not follow; JSON-ready."""
         summary = self.manager.summary().as_dict()
         if self.off:
-            summary["status"] = CanaryStatus.DISABLED
+            summary["watching"] = Watching.OFF
         return {
             **summary,
             "left_out": dict(self.left_out),

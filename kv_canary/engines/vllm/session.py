@@ -35,7 +35,7 @@ from kv_canary.runtime.forward import SingleForwardManager
 from kv_canary.runtime.guard import Contained
 from kv_canary.runtime.host import send
 from kv_canary.runtime.manager import CanaryManager
-from kv_canary.runtime.summary import CanaryStatus
+from kv_canary.runtime.summary import Watching
 from kv_canary.settings import is_asked_for
 
 # By the worker; a process has one, but for tests.
@@ -376,7 +376,7 @@ class Session:
         self.idle()
         summary = self.manager.summary().as_dict()
         if self.off:
-            summary["status"] = CanaryStatus.DISABLED
+            summary["watching"] = Watching.OFF
         return {
             **summary,
             "left_out": self.left_out,
