@@ -124,7 +124,9 @@ def _cost(found: Results, _: Sequence[str]) -> str:
     ratios = {(*_batch(r), r["mode"]): r for r in measured}
     ranked = sorted((key for key in ratios if key[-1] == "ours"), key=lambda key: float(ratios[key]["ratio"]))
     rows = []
-    for what, key in (("best", ranked[-1]), ("worst", ranked[0])):
+    # A single turn may be as fast as none by chance, and is no best row.
+    best = next((key for key in reversed(ranked) if ratios[key]["n"] > 1), ranked[-1])
+    for what, key in (("best", best), ("worst", ranked[0])):
         run, model, phase, shape, _mode = key
         theirs = ratios.get((*key[:-1], "sgl"))
         rows.append(
