@@ -65,8 +65,20 @@ max_gib_option = click.option(
 )
 
 
+class _Tools(LazyGroup):
+    """Commands that need more than an engine does; who asks one of them for help needs no more."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        if not {"-h", "--help"} & {*ctx.args, *ctx._protected_args}:
+            # Looked for, not imported: Triton decides when it is imported whether to interpret.
+            missing = [name for name in ("hypothesis", "triton") if importlib.util.find_spec(name) is None]
+            if missing:
+                raise click.UsageError(f"difftest needs {', '.join(missing)}: pip install 'kv-canary[triton,difftest]'")
+        return super().invoke(ctx)
+
+
 @click.group(
-    cls=LazyGroup,
+    cls=_Tools,
     elsewhere={
         "mutants": "kv_canary.difftest.mutation.cli:mutants",
         "planted": "kv_canary.difftest.mutation.cli:planted",
@@ -85,10 +97,6 @@ def difftest() -> None:
       kv-canary difftest run
       kv-canary difftest fuzz --minutes 5
     """
-    # Looked for, not imported: Triton decides when it is imported whether to interpret.
-    missing = [name for name in ("hypothesis", "triton") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise click.UsageError(f"difftest needs {', '.join(missing)}: pip install 'kv-canary[triton,difftest]'")
 
 
 def campaign_options(command: Any) -> Any:

@@ -40,7 +40,7 @@ def live_progress(console: Console, campaign: Campaign) -> Iterator[Callable[[Ca
             progress.update(
                 task,
                 completed=min(done, total),
-                description=f"{result.cases} cases, {rate:.1f}/s, {covered(result)} pairs, "
+                description=f"{result.cases} cases, {rate:.1f}/s, {covered(result, 'pairs, ')}"
                 f"[{colour}]{found} finding{'' if found == 1 else 's'}[/]",
             )
 
@@ -78,10 +78,12 @@ def show_compiled(console: Console, found: Sequence[Kernel | Refusal]) -> None:
             console.print(Text(refusal.says))
 
 
-def covered(result: CampaignResult) -> str:
-    """The number of pairs of features that have met, of those that can meet."""
+def covered(result: CampaignResult, more: str) -> str:
+    """The number of pairs of features that have met, of those that can meet; "" where the ops' calls have none."""
+    if not result.coverage.features:
+        return ""
     feasible = feasible_pairs()
-    return f"{len(feasible & set(result.coverage.pairs))}/{len(feasible)}"
+    return f"{len(feasible & set(result.coverage.pairs))}/{len(feasible)} {more}"
 
 
 def show_campaign(
@@ -97,7 +99,7 @@ def show_campaign(
     overall = result.cases / max(result.seconds, 1e-9)
     console.print(
         f"{result.cases} cases in {result.seconds:.0f} s: {overall:.1f} a second; "
-        f"{covered(result)} feasible pairs of features covered; "
+        f"{covered(result, 'feasible pairs of features covered; ')}"
         f"{result.restarts} worker restarts{'; interrupted' if result.interrupted else ''}"
     )
     if all_pairs:

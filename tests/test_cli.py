@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import importlib.util
 import json
 import os
 import socket
@@ -435,3 +436,17 @@ def test_the_package_has_each_of_its_names_and_lists_them() -> None:
         assert getattr(kv_canary, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = kv_canary.nothing
+
+
+def test_help_of_the_tools_needs_none_of_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, package=None: None if name in ("hypothesis", "triton") else real(name, package),
+    )
+    for command in (["difftest", "--help"], ["difftest", "run", "--help"], ["difftest", "corpus", "list", "-h"]):
+        found = CliRunner().invoke(main, command)
+        assert (found.exit_code, "Usage:" in found.output) == (0, True), found.output
+    found = CliRunner().invoke(main, ["difftest", "run"])
+    assert (found.exit_code, "difftest needs hypothesis, triton: pip install" in found.output) == (2, True)
