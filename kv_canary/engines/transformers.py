@@ -56,9 +56,27 @@ def install(
     if not isinstance(target, ContinuousBatchingManager) and not hasattr(target, "init_continuous_batching"):
         expected = "a model that can generate, or a ContinuousBatchingManager"
         raise TypeError(must_be("install", "target", expected, type(target).__name__))
+    _expect_kv(target)
     if identity is not None and not callable(identity):
         raise TypeError(must_be("install", "identity", "a function of a request's state", type(identity).__name__))
     return TransformersCanary(target, config=config, on_report=on_report, identity=identity)
+
+
+def _expect_kv(target: Any) -> None:
+    """See that a model keeps the keys and values of a text, which is what the canary watches.
+
+    Raises:
+        TypeError: it does not; or it is one whose text is not all that they depend on.
+    """
+    config = getattr(target, "config", None)
+    if getattr(config, "is_encoder_decoder", False) is True:
+        kind = "an encoder-decoder, whose keys and values depend on another text"
+    elif getattr(target, "_is_stateful", False) is True:
+        kind = "one that keeps a state instead"
+    else:
+        return
+    expected = "a decoder that keeps keys and values"
+    raise TypeError(must_be("install", "target", expected, f"{type(target).__name__}, {kind}"))
 
 
 class TransformersCanary:
@@ -81,7 +99,8 @@ class TransformersCanary:
         self._watches: weakref.WeakSet[_Watch] = weakref.WeakSet()
         # Numbers of incidents go on from cache to cache.
         self._numbers = itertools.count(1)
-        self._said = False
+        # Whether the verdict has been said, and that there is a way past the canary.
+        self._said = self._told = False
         # What is left of caches that are gone.
         self._past = CanarySummary(watching=Watching.OFF)
         self._past_reports: deque[ViolationReport] = deque(maxlen=1024)
@@ -209,9 +228,20 @@ class TransformersCanary:
             self.flush()
             return result
 
+        def alone(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not self._told:
+                self._told = True
+                logger.warning(
+                    "kv-canary: transformers adapter: generate() goes by unwatched: the canary is in continuous "
+                    "batching, which generate_batch() and init_continuous_batching() use"
+                )
+            return original(*args, **kwargs)
+
         # The model itself stays as it is: its copies and pickles are of a model that nobody watches.
         self._patches.wrap_in_class(model, "init_continuous_batching", make)
         self._patches.wrap_in_class(model, "generate_batch", generate)
+        if hasattr(model, "generate"):
+            self._patches.wrap_in_class(model, "generate", alone)
 
     def _watch(self, manager: Any) -> None:
         if not any(w.manager is manager for w in self._watches):

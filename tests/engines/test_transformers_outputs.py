@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
@@ -272,6 +273,46 @@ def test_an_object_of_no_known_engine_is_refused() -> None:
 def test_another_object_of_transformers_is_refused() -> None:
     with pytest.raises(TypeError, match=r"target must be a model that can generate.*, got LlamaConfig"):
         kv_canary.install(transformers.LlamaConfig())
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (
+            lambda: transformers.T5ForConditionalGeneration(_t5()),
+            "T5ForConditionalGeneration, an encoder-decoder, whose",
+        ),
+        (lambda: transformers.MambaForCausalLM(_mamba()), "MambaForCausalLM, one that keeps a state instead"),
+    ],
+    ids=["T5", "Mamba"],
+)
+def test_a_model_without_kv_of_its_text_alone_is_refused(make: Any, kind: str) -> None:
+    model = make()
+    with pytest.raises(TypeError, match=f"target must be a decoder that keeps keys and values, got {kind}"):
+        kv_canary.install(model)
+    assert "generate" not in vars(model)
+
+
+def _t5() -> Any:
+    return transformers.T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+
+
+def _mamba() -> Any:
+    return transformers.MambaConfig(vocab_size=32, hidden_size=16, state_size=4, num_hidden_layers=1)
+
+
+def test_generate_on_a_watched_model_is_said_to_be_unwatched_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model("llama")
+    ids = torch.tensor([[5, 6, 7]])
+    options = {"max_new_tokens": 2, "do_sample": False}
+    before = model.generate(ids, **options)
+    with kv_canary.install(model):
+        for _ in range(2):
+            assert torch.equal(model.generate(ids, **options), before)
+    assert torch.equal(model.generate(ids, **options), before)
+    said = [r.message for r in caplog.records if "goes by unwatched" in r.message]
+    assert len(said) == 1
+    assert "generate() goes by unwatched: the canary is in continuous batching" in said[0]
 
 
 def test_options_beside_a_config_are_refused() -> None:
