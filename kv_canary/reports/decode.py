@@ -152,6 +152,11 @@ def by_whom(record: StoredRecord) -> str:
     return f"request {printable(record.request_id)}" if record.request_id else f"owner {record.owner or 'unknown'}"
 
 
+def is_nobodys(record: StoredRecord) -> bool:
+    """Whether a record is of a slot that was freed, and nobody has said by whom."""
+    return record.retired and not record.owner
+
+
 def _places(group: BufferGroup, reasons: Reason, record: StoredRecord | None) -> tuple[str, ...]:
     """Say which layer and bytes of the slot the damaged halves cover."""
     places = []
@@ -212,6 +217,7 @@ def details(report: Mapping[str, Any], writing: bool) -> str:
             return f"{text}: {by} writes there in the same step."
         return text + (f", over a record of {by} (step {record.step})." if record.owner else ".")
     how = "freed" if record.retired else "written"
+    how = how if is_nobodys(record) else f"{how} by {by}"
     if set(report["reasons"]) <= {r.name for r in SEALS}:
         text += f" The slot holds token {record.token} of position {record.position}"
         text += f", written by {by} at step {record.step}; its bytes were sealed then"
@@ -224,5 +230,5 @@ def details(report: Mapping[str, Any], writing: bool) -> str:
     known = report["expected_token"] is not None
     expected = f"token {report['expected_token']}" if known else "this request's token"
     text += f" The slot holds token {record.token} of position {record.position}"
-    text += f", {how} by {by} at step {record.step}"
+    text += f", {how} at step {record.step}"
     return text + f"; expected {expected} of position {report['position']}."

@@ -12,7 +12,7 @@ from kv_canary.constants import Reason, Tag
 from kv_canary.errors import printable
 from kv_canary.reports.causes import Circumstances, cause_of_many
 from kv_canary.reports.clusters import CONTENT, Cluster, Kind, Member, clusters_of
-from kv_canary.reports.decode import NOBODY, Decoder, by_whom, details, is_write, reason_names
+from kv_canary.reports.decode import NOBODY, Decoder, by_whom, details, is_nobodys, is_write, reason_names
 from kv_canary.reports.neighbourhood import Neighbourhood
 from kv_canary.reports.report import ViolationReport
 from kv_canary.specs.violation_row import ViolationRow
@@ -182,7 +182,7 @@ class IncidentTracker:
             reasons=reason_names(opened.reasons),
             requests=tuple(opened.requests),
             num_requests=opened.num_requests,
-            writer=by_whom(record) if opened.kind[2] >= 0 and record is not None else None,
+            writer=None if record is None or opened.kind[2] < 0 or is_nobodys(record) else by_whom(record),
             positions=positions,
             slots=slots,
             followers=followers,

@@ -72,6 +72,6 @@ def test_one_cache_after_another_on_one_port(tmp_path: Path) -> None:
                 text = get(port)
             # The cache before is gone, and its metrics with it.
             assert text.count("\nkv_canary_steps_total{") == 1
-            assert 'kv_canary_status{canary="0",status="healthy"} 1.0' in text
+            assert 'kv_canary_watching{canary="0",watching="complete"} 1.0' in text
     finally:
         canary.uninstall()
