@@ -20,6 +20,7 @@ _ELSEWHERE = {
     "evidence": "kv_canary.commands.evidence_pages:evidence",
     "report": "kv_canary.commands.report:report",
     "run": "kv_canary.commands.run:run",
+    "settings": "kv_canary.commands.settings:settings",
     "stress": "kv_canary.difftest.stress.cli:stress",
 }
 

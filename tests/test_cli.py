@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import importlib.util
@@ -450,3 +451,36 @@ def test_help_of_the_tools_needs_none_of_what_they_need(monkeypatch: pytest.Monk
         assert (found.exit_code, "Usage:" in found.output) == (0, True), found.output
     found = CliRunner().invoke(main, ["difftest", "run"])
     assert (found.exit_code, "difftest needs hypothesis, triton: pip install" in found.output) == (2, True)
+
+
+def test_the_page_of_settings_is_up_to_date_and_has_every_one() -> None:
+    from kv_canary.commands.settings import COSTS, all_settings, page
+
+    told = (Path(__file__).resolve().parents[1] / "docs/settings.md").read_text()
+    assert told == page(), "kv-canary settings --markdown > docs/settings.md writes it anew"
+    names = {s.name for s in all_settings()["The canary"]}
+    assert names == {f.name for f in dataclasses.fields(kc.CanaryConfig)}
+    assert set(COSTS) <= names
+    assert all(s.doc.endswith((".", "off", ")")) or len(s.doc) > 20 for of in all_settings().values() for s in of)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "KV_CANARY_STRIDE=none    (a whole number or `none`)\n"),
+        (
+            ["stride"],
+            "KV_CANARY_STRIDE=none    (a whole number or `none`)\n    A cached position is verified on admission",
+        ),
+        (["KV_CANARY_PERTURB_MODE"], "next_token_swap"),
+        (["--json"], '"variable": "KV_CANARY_SHADOW_EVERY"'),
+    ],
+)
+def test_settings_are_shown(arguments: list[str], words: str) -> None:
+    found = CliRunner().invoke(main, ["settings", *arguments])
+    assert (found.exit_code, words in found.output) == (0, True), found.output
+
+
+def test_a_setting_that_there_is_not_is_misuse() -> None:
+    found = CliRunner().invoke(main, ["settings", "strid_e"])
+    assert (found.exit_code, "must be a setting, or a part of one, got 'strid_e'" in found.output) == (2, True)
