@@ -470,7 +470,7 @@ def test_the_page_of_settings_is_up_to_date_and_has_every_one() -> None:
         ([], "KV_CANARY_STRIDE=none    (a whole number or `none`)\n"),
         (
             ["stride"],
-            "KV_CANARY_STRIDE=none    (a whole number or `none`)\n    A cached position is verified on admission",
+            "(a whole number or `none`)\n    A cached position is verified on admission",
         ),
         (["KV_CANARY_PERTURB_MODE"], "next_token_swap"),
         (["--json"], '"variable": "KV_CANARY_SHADOW_EVERY"'),

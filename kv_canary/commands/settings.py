@@ -137,8 +137,9 @@ def settings(name: str | None, markdown: bool, as_json: bool) -> None:
             click.echo(textwrap.indent(textwrap.fill(text, 96), "    "))
 
 
-# Underscores in the prefix of the canary's own settings.
+# Underscores in the prefix of the canary's own settings; and types in words.
 _DEPTH = 2
+_WORDS = {"int": "a whole number", "float": "a number", "str": "a text", "Path": "a path"}
 
 
 def _docs(cls: type) -> dict[str, str]:
@@ -167,9 +168,7 @@ def _values(hint: Any) -> str:
         elif kind is type(None):
             words.append("`none`")
         else:
-            words.append(
-                {"int": "a whole number", "float": "a number", "str": "a text", "Path": "a path"}[kind.__name__]
-            )
+            words.append(_WORDS[kind.__name__])
     return " or ".join(words)
 
 
