@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kv_canary.constants import BAD_SLOT, MASK64, Reason, Tag
@@ -26,11 +26,13 @@ class Circumstances:
         group: where it happened.
         arrived: the first step of the request that reads; None if that is forgotten.
         overwritten: (step, incident) in which another request was seen to write to one of the slots.
+        name_of_owner: returns the request of an owner's number; None where that is forgotten.
     """
 
     group: BufferGroup
     arrived: int | None = None
     overwritten: tuple[int, int] | None = None
+    name_of_owner: Callable[[int], str | None] = lambda owner: None
 
 
 def cause_of_one(
@@ -148,17 +150,37 @@ def cause_of_many(members: Sequence[Member], first: ViolationReport, around: Cir
         )
     if len(members) == 1 and _damaged_word(reasons, members[0].first) is not None:
         return first.cause
+    if Reason.FREED in reasons and len(members) > 1:
+        return _freed_cause(members, around, pages)
     if reasons & CONTENT and reasons != Reason.PREFIX:
         return _content_cause(members, first, around, pages)
     if len(members) == 1:
         return first.cause
-    if Reason.FREED in reasons and pages.whole:
-        return f"use after free: {pages.text} freed while a request still reads there"
     if Reason.NEVER_WRITTEN in reasons and pages.aligned:
         return f"mapped, but nothing ever wrote there: the copy or load of {pages.text} is missing"
     if reasons and not reasons & ~BYTES:
         return _bytes_cause(members, reasons, around.group, pages)
     return first.cause
+
+
+def _freed_cause(members: Sequence[Member], around: Circumstances, pages: _Pages) -> str:
+    """Say who freed slots that are still read, and who has written to them since."""
+    freed = [m for m in members if Reason.FREED in m.reasons]
+    what = pages.text if pages.whole else f"{len(members)} slots"
+    by = _name(freed[0].writer, around)
+    steps = _span([m.writer_step for m in freed])
+    text = f"use after free: {what} freed{f' by {by}' if by else ''} at step {steps} while a request still reads there"
+    taken = [m for m in members if Reason.FREED not in m.reasons]
+    if taken:
+        takers = dict.fromkeys(_name(m.writer, around) or "somebody" for m in taken)
+        text += f"; {', '.join(takers)} has written to {len(taken)} of these slots since"
+    return text
+
+
+def _name(owner: int, around: Circumstances) -> str:
+    """Return how a sentence calls an owner; "" for nobody."""
+    name = around.name_of_owner(owner) if owner else None
+    return f"request {printable(name)}" if name else f"owner {owner}" if owner else ""
 
 
 def _content_cause(members: Sequence[Member], first: ViolationReport, around: Circumstances, pages: _Pages) -> str:

@@ -151,6 +151,7 @@ def _clusters_of_row(members: Sequence[Member]) -> list[Cluster]:
         while (before := _leader(leader, at)) is not None:
             leader = before
         followers.setdefault(leader.kind, []).append(member)
+    _join_early_frees(kinds, followers)
     return [
         Cluster(
             kind=kind,
@@ -161,6 +162,34 @@ def _clusters_of_row(members: Sequence[Member]) -> list[Cluster]:
         )
         for kind, group in kinds.items()
     ]
+
+
+def _join_early_frees(kinds: dict[Kind, list[Member]], followers: dict[Kind, list[Member]]) -> None:
+    """Put what has been written to slots since they were freed to those beside them that have not been written yet.
+
+    A page that is freed too early is handed on as one, and taken slot by slot.
+    """
+    for kind in [k for k in kinds if k[1] & int(Reason.FREED)]:
+        freed = kinds[kind]
+        since = min(m.writer_step for m in freed)
+        places = {(m.slot, m.position) for m in freed}
+        for other in [k for k in kinds if k[1] & ~_BYTES == _CONTENT]:
+            # From the freed ones on outwards, in order of position both ways.
+            ordered = sorted(kinds[other], key=lambda m: m.position)
+            taken = []
+            for way, step in ((reversed(ordered), 1), (ordered, -1)):
+                for m in way:
+                    is_beside = (m.slot + step, m.position + step) in places
+                    if is_beside and m.writer_step >= since and (m.slot, m.position) not in places:
+                        places.add((m.slot, m.position))
+                        taken.append(m)
+            if not taken:
+                continue
+            freed += taken
+            kinds[other] = [m for m in kinds[other] if m not in taken]
+            if not kinds[other]:
+                del kinds[other]
+                followers.setdefault(kind, []).extend(followers.pop(other, ()))
 
 
 def _leader(member: Member, at: dict[tuple[int, int], Member]) -> Member | None:

@@ -263,6 +263,7 @@ class IncidentTracker:
             group=self._decoder.group_of(leading.first),
             arrived=self._arrived(step, leading.row),
             overwritten=overwritten,
+            name_of_owner=self._decoder.name_of_owner,
         )
         self.count += 1
         number = next(self._numbers)

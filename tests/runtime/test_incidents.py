@@ -468,8 +468,40 @@ def test_freed_pages_are_a_use_after_free_of_pages(engine: PagedEngine) -> None:
     engine.manager.retire(engine.groups[0].pool, slots, owner=engine.requests["b"].owner)
     read(engine)
     incident = only(engine)
-    assert incident.cause == "use after free: 2 whole pages freed while a request still reads there"
+    assert incident.cause == (
+        "use after free: 2 whole pages freed by request b at step 2 while a request still reads there"
+    )
     assert incident.writer == "request b"
+
+
+@pytest.mark.parametrize("owner", ["b", ""])
+def test_a_page_that_is_freed_too_early_and_taken_slot_by_slot_is_one_incident(engine: PagedEngine, owner: str) -> None:
+    """The slots that somebody has written since look like a stale table; those beside them say what it is."""
+    a, b = engine.requests["a"], engine.requests["b"]
+    freed = engine.tables["full"][a.row, 4:8].clone()
+    number = b.owner if owner else 0
+    engine.manager.retire(engine.groups[0].pool, freed.long(), owner=number)
+    engine.tables["full"][b.row, 8:12] = freed
+    for _ in range(4):
+        engine.step((b, 1), map_new=False)
+        read(engine)
+        incident = only(engine)
+        assert incident.positions == ((4, 7),)
+        assert incident.requests == ("a",)
+    assert incident.cause.startswith(
+        f"use after free: 1 whole page freed{' by request b' if owner else ''} at step 2 while a request still reads "
+        "there; request b has written to 1 of these slots since"
+    )
+
+
+def test_a_slot_that_somebody_wrote_before_another_was_freed_is_another_cause(engine: PagedEngine) -> None:
+    a, b = engine.requests["a"], engine.requests["b"]
+    # A stale entry, right beside a slot that is freed later.
+    engine.tables["full"][a.row, 5] = int(engine.tables["full"][b.row, 3])
+    engine.manager.retire(engine.groups[0].pool, engine.tables["full"][a.row, 6:8].long())
+    read(engine)
+    assert sorted(i.cause.partition(":")[0] for i in incidents(engine))[-1] == "use after free"
+    assert len(incidents(engine)) == 2
 
 
 def test_pages_that_nothing_wrote_are_a_missing_load(engine: PagedEngine) -> None:
