@@ -335,3 +335,30 @@ def test_misuse_is_refused() -> None:
     split = full_engine(records="head_and_tail")
     with pytest.raises(ValueError, match="HostTier: records must be one of each slot"):
         HostTier(split.manager, split.groups[0], num_slots=4, k_source=None, v_source=None)
+
+
+def test_a_half_that_the_pool_has_not_got_is_refused() -> None:
+    pool = make_pool()
+    alone = kc.KvPool(name="K alone", num_slots=128, k_source=pool.k_source, v_source=None, device="cpu")
+    group = kc.BufferGroup(name="full", pool=alone)
+    engine = Engine([group], kc.CanaryConfig(backend="reference", seals="layer"))
+    half = torch.zeros(LAYERS, HOST_SLOTS, BYTES, dtype=torch.uint8)
+    source = KvSource(layers=tuple(half), page_size=1, bytes_per_token=BYTES, slot_bias=1)
+    with pytest.raises(ValueError, match="HostTier: v_source must be of the pool's layers and bytes"):
+        HostTier(engine.manager, group, num_slots=HOST_SLOTS, k_source=source, v_source=source)
+
+
+def test_slots_that_nobody_could_follow_are_known_again_once_they_are_loaded() -> None:
+    t, a, device, host = lived()
+    t.backup(device, host)
+    first = t.engine.next_slot[t.group.pool]
+    t.engine.manager.unverify(t.group.pool, torch.arange(first, first + 10))
+    t.load(host, a, 0)
+    t.step((a, 1))
+    assert t.found() == {}
+    assert t.engine.manager.summary().unverified == 0
+
+
+def test_an_empty_tier_has_nothing_to_look_at() -> None:
+    t = Tiered()
+    assert t.tier.check() == t.tier.check(whole=True) == 0
