@@ -553,3 +553,31 @@ def test_ranges() -> None:
     assert ranges_text("position", ((3, 3),)) == "position 3"
     assert ranges_text("position", ((16, 31), (40, 40))) == "positions 16 to 31, 40"
     assert ranges_text("slot", ((1, 1), (3, 3), (5, 5)), most=2) == "slots 1, 3 and 1 runs more"
+
+
+def test_bytes_that_change_while_the_model_runs_have_changed(engine: PagedEngine) -> None:
+    """TAIL finds K and V alone, where it reads them again: nothing was handed over that it could be held against."""
+    engine = PagedEngine(verify_bytes_at_tail=True)
+    engine.step((engine.add("a", 40), 16))
+    batch = engine.batch((engine.requests["a"], 1))
+    with engine.forward.around(batch):
+        engine.write_bytes(batch)
+        flip(engine, 3)
+    incident = only(engine)
+    assert (incident.tags, incident.reasons) == (("TAIL_FULL",), ("K",))
+    assert incident.cause == (
+        "the K/V bytes changed after they were written: a stray write, a copy race or memory corruption"
+    )
+
+
+def test_a_chain_that_breaks_elsewhere_is_an_incident_of_its_own(engine: PagedEngine) -> None:
+    """Behind a wrong entry it follows from that one; behind a right one, or behind another slot, it does not."""
+    table, a = engine.tables["full"], engine.requests["a"]
+    table[a.row, 2] = int(table[engine.requests["b"].row, 2])
+    read(engine)
+    [first] = incidents(engine)
+    # The record of a position further on is damaged alone.
+    engine.groups[0].pool.records[int(table[a.row, 9]), 1] += 2
+    read(engine)
+    assert [i.positions[0] for i in incidents(engine)] == [first.positions[0], (9, 9)]
+    assert incidents(engine)[1].reasons == ("CHAIN",)
