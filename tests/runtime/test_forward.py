@@ -432,3 +432,29 @@ def test_every_launch_is_given_its_scratch(monkeypatch: pytest.MonkeyPatch) -> N
     for n in (20, 1, 3):
         engine.step((a, n), (b, n))
     assert missing == []
+
+
+def test_a_forward_that_begins_inside_another_is_refused() -> None:
+    engine = full_engine(mode="raise")
+    other = engine.manager.forward("other")
+    a, b = engine.add("a", 8), engine.add("b", 8)
+    engine.forward.begin(engine.batch((a, 4)))
+    with pytest.raises(RuntimeError, match="forward other: begin must come when no forward is under way"):
+        other.begin(engine.batch((b, 4)))
+    engine.forward.head()
+    engine.forward.tail()
+    engine.forward.end()
+    # Refused, it has taken nothing away from the one that was under way.
+    assert engine.found() == []
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_a_ring_s_freed_slots_are_reported_where_lifetime_is_tracked(track: bool) -> None:
+    group = kc.BufferGroup(name="swa", pool=make_pool(), window=5, ring=True)
+    engine = Engine([group], kc.CanaryConfig(backend="reference", track_lifetime=track))
+    a = engine.add("a", 12)
+    engine.step((a, 4))
+    # Retired, as an engine would whose frees are followed.
+    group.pool.records[engine.slot_of(group, a, 2), 3] |= -(1 << 63)
+    engine.step((a, 1))
+    assert {r.reasons for r in engine.found()} == ({("FREED",)} if track else set())

@@ -118,6 +118,7 @@ def test_reports_of_gaps_are_taken_back_and_no_others() -> None:
     left = unverified.take_back(found, groups)
     assert (left.rows, left.total) == ([other, elsewhere], 2)
     assert unverified.taken_back == 1
+    assert engine.manager.summary().unverified == unverified.taken_in + 1
     # Rows that the ring had no room for may be gaps as well.
     assert unverified.take_back(Findings(total=9, rows=[gap]), groups) == Findings(total=0, rows=[])
     untouched = Findings(total=2, rows=[other, elsewhere])
