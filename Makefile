@@ -96,7 +96,8 @@ clean: ## remove environments, builds and caches; found counterexamples stay
 
 # $(call install,folder,command,packages): make an environment of the packages, in the versions that `command` prints.
 # torch comes first and by itself: the build that pip prefers (a local CPU one, say) is taken, and then pinned to the
-# letter so that nothing replaces it. What is compiled is what is imported, when it is. A CUDA build brings the Triton that it was made with; the pin is for the others.
+# letter so that nothing replaces it. Nothing is compiled before it is imported. A CUDA build brings the Triton that it
+# was made with; the pin is for the others.
 define install
 	test -x $(1)/bin/pip || $(or $(PYTHON),$(error kv-canary: setup needs Python 3.11 or 3.12 with venv: make setup PYTHON=...)) -m venv $(1)
 	$(2) | grep -v '^triton==' > $(1)/constraints.txt

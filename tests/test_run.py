@@ -146,7 +146,7 @@ def test_a_signal_reaches_the_program_and_the_verdict_comes_all_the_same(tmp_pat
 
 
 def event(kind: str, **facts: Any) -> dict[str, Any]:
-    return {"event": kind, "time": datetime.now(UTC).isoformat(), **facts}
+    return {"event": kind, "time": datetime.now(UTC).isoformat(), "pid": 1, **facts}
 
 
 def test_canaries_of_several_processes_are_added_up() -> None:
@@ -161,3 +161,8 @@ def test_canaries_of_several_processes_are_added_up() -> None:
     verdict = verdict_of([*told, found, event("report", held_back=0)], exit_code=137)
     assert (verdict.code, verdict.summary.incidents, verdict.summary.violations) == (1, 3, 1)
     assert verdict.summary.requests == ("b",)
+    # So had the first one, whose sum has what it told of.
+    first = event("incident", held_back=0, sentence="incident 1: ...", requests=["a"])
+    told[-1] = stop | {"violations": 4, "incidents": 1, "requests": ["a"]}
+    verdict = verdict_of([first, *told, found | {"pid": 2}, event("report", held_back=0, pid=2)], exit_code=137)
+    assert (verdict.summary.incidents, verdict.summary.violations) == (1 + 3, 4 + 1)

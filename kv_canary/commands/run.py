@@ -29,7 +29,8 @@ _BY_SIGNAL = 128
 # Incidents that are printed; the event log has the others.
 _MOST_SHOWN = 8
 # What the last events of canaries have that adds up.
-_SUMS = ("step", "violations", "incidents", "skipped", "positions_relied_on", "positions_verified")
+_SUMS = ("step", "skipped", "positions_relied_on", "positions_verified")
+_FOUND = ("violations", "incidents")
 _NOBODY = (
     "no canary was at work. SGLang and vLLM find kv-canary where it is installed beside them; transformers: call "
     "kv_canary.install(model); an engine with a pool of its own: CanaryConfig.from_env()"
@@ -185,8 +186,9 @@ def verdict_of(told: Iterable[Mapping[str, Any]], *, exit_code: int) -> Verdict:
 
     begun = ended = 0
     watching = Watching.OFF
-    # Of those that have ended; and what any have told of while they ran.
-    ends, told_of = Counter[str](), Counter[str]()
+    # Of those that have ended; and, by process, what is found: at their ends, and while they ran.
+    ends = Counter[str]()
+    at_end, told_of = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
     incidents = list[str]()
     requests: dict[str, None] = {}
     for event in told:
@@ -194,28 +196,30 @@ def verdict_of(told: Iterable[Mapping[str, Any]], *, exit_code: int) -> Verdict:
         if kind == "start":
             begun += 1
         elif kind == "incident":
-            told_of["incidents"] += 1 + event["held_back"]
+            told_of[event["pid"], "incidents"] += 1 + event["held_back"]
             incidents.append(event["sentence"])
             requests |= dict.fromkeys(event["requests"])
         elif kind == "report":
-            told_of["violations"] += 1 + event["held_back"]
+            told_of[event["pid"], "violations"] += 1 + event["held_back"]
         elif kind == "watching":
             watching = max(watching, Watching(event["watching"]), key=list(Watching).index)
         elif kind == "stop" and "watching" in event:
             ended += 1
             ends.update({name: event[name] for name in _SUMS})
+            at_end.update({(event["pid"], name): event[name] for name in _FOUND})
             requests |= dict.fromkeys(event["requests"])
             watching = max(watching, Watching(event["watching"]), key=list(Watching).index)
         elif kind == "stop":
             ended += 1
+    # What a canary told of is in its sum too; of one that was killed there is no sum.
+    found = at_end | told_of
     summary = CanarySummary(
         watching=watching,
         steps=ends["step"],
         positions_relied_on=ends["positions_relied_on"],
         positions_verified=ends["positions_verified"],
-        # Of canaries that were killed there is no sum.
-        violations=max(ends["violations"], told_of["violations"]),
-        incidents=max(ends["incidents"], told_of["incidents"]),
+        violations=sum(count for (_, what), count in found.items() if what == "violations"),
+        incidents=sum(count for (_, what), count in found.items() if what == "incidents"),
         requests=tuple(requests)[:MOST_NAMES],
         skipped=ends["skipped"],
     )

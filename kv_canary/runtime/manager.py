@@ -555,14 +555,25 @@ class CanaryManager:
             self._steps.flush(all_ranks=all_ranks)
 
     def summary(self) -> CanarySummary:
-        """Return what the canary has done, as of the last drained step."""
+        """Return what the canary has done, as of the last drained step.
+
+        In log mode it comes even from a device that no longer answers, without what only that one knows.
+        """
+        # Not by the guard's context, which keeps the time of the engine's thread: any thread may ask.
+        try:
+            writes = self._steps.handed.facts
+        except Exception as error:
+            if not self.guard.contains:
+                raise
+            self.guard.failed("counting the checked writes", error, own=False)
+            writes = None
         return self.accounts.summary(
             steps=self.step,
             counters=self._steps.counters,
             stride=self.budget.stride,
             skipped=self._steps.skipped,
             unverified=self.unverified.taken_in + self.unverified.taken_back,
-            writes=self._steps.handed.facts,
+            writes=writes,
             memory=self.context.memory,
         )
 
@@ -576,10 +587,13 @@ class CanaryManager:
         """
         if not (self._closed or self.is_off):
             self._closed = True
-            summary = self.summary()
-            if says_verdict:
-                say_verdict(summary)
-            self.accounts.close(summary)
+            summary = None
+            try:
+                summary = self.summary()
+                if says_verdict:
+                    say_verdict(summary)
+            finally:
+                self.accounts.close(summary)
         # Not left to the collector, which may destroy a graph while somebody captures another.
         self.state.forget_graphs()
         self._retirement.forget_graphs()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 import kv_canary as kc
+from kv_canary import output
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.replays import Replays
 
@@ -229,3 +233,32 @@ def test_where_it_is_off_nothing_is_kept() -> None:
     rows = torch.zeros(3, 99, dtype=torch.int16)
     engine.manager.handed(engine.groups[0].pool, 77, rows, rows)
     assert engine.manager.summary().writes is None
+
+
+class Lost:
+    """Counts on a device that no longer answers."""
+
+    def tolist(self) -> list[int]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("mode", ["log", "raise"])
+def test_the_verdict_is_told_when_the_device_no_longer_answers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str
+) -> None:
+    path = tmp_path / "events.jsonl"
+    engine = Handing(mode=mode, event_log=path)
+    engine.manager.guard.contains = mode == "log"
+    a = engine.add("a", 9)
+    engine.step((a, 6))
+    engine.manager.flush()
+    monkeypatch.setattr(engine.manager._steps.handed, "_checked", Lost())
+    with contextlib.nullcontext() if mode == "log" else pytest.raises(RuntimeError, match="illegal memory access"):
+        engine.manager.close()
+    output.drain(10.0)
+    last = json.loads(path.read_text().splitlines()[-1])
+    assert last["event"] == "stop"
+    if mode == "log":
+        assert (last["step"], last["violations"]) == (1, 0)
+        summary = engine.manager.summary()
+        assert (summary.writes, summary.failures) == (None, {"counting the checked writes: RuntimeError": 2})
