@@ -394,6 +394,9 @@ class _Job:
         self.save(final=True)
         self.known.add(signature)
         self._hunt = None
+        if 0 < self.campaign.max_findings <= len(self.known):
+            # Whoever runs the campaign hears of it too late to keep this job from another round.
+            raise _Over
 
     def save(self, *, final: bool) -> None:
         hunt = self._hunt

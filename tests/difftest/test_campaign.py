@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import multiprocessing
 import os
+import queue
 import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +24,11 @@ from click.testing import CliRunner
 
 from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.cli import main
-from kv_canary.difftest.campaign import _Hunt, _Job, _Over
+from kv_canary.difftest.campaign import Campaign, _Hunt, _Job, _Over
+from kv_canary.difftest.search import draw_cases
 from kv_canary.difftest.worker import Executor, import_all
 from kv_canary.specs import get_spec
+from kv_canary.specs.interface import KernelSpec
 
 PROGRAM = str(Path(sys.executable).with_name("kv-canary"))
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/your_own_kernel.py"
@@ -198,6 +205,29 @@ def test_what_fails_while_a_campaign_is_being_ended_is_no_finding() -> None:
     with pytest.raises(_Over):
         job.hunted(get_spec("retire"), {}, mismatch)
     assert job._hunt.signature is None
+
+
+@pytest.mark.parametrize("most", [1, 2, 0])
+def test_a_job_ends_with_as_many_findings_as_were_asked_for(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not wait to be told: until then it could find another."""
+    (case,) = draw_cases("retire", examples=1, seed=0)
+    monkeypatch.setattr("kv_canary.difftest.campaign.search", lambda spec, fails, **_: fails(case))
+    kinds = [Outcome.RAISED, Outcome.BYTES_DIFFER, Outcome.NOT_REPEATABLE]
+    campaign = Campaign(targets=("retire",), examples=40, max_findings=most, findings=tmp_path)
+    events: queue.Queue[dict[str, Any]] = queue.Queue()
+    job = _Job(campaign, 0, 0, time.monotonic(), events, multiprocessing.Event())
+
+    def fails(spec: KernelSpec, arguments: Mapping[str, Any]) -> Mismatch:
+        kind = kinds[min(len(job.known), len(kinds) - 1)]
+        return Mismatch(kind, op=spec.name, backend="reference", detail="of that kind")
+
+    job.executor.check = fails  # type: ignore[method-assign]
+    with pytest.raises(_Over) if most else contextlib.nullcontext():
+        job.run()
+    told = {event["finding"].signature for event in events.queue if "finding" in event}
+    assert len(told) == (most or len(kinds))
 
 
 @pytest.mark.long
