@@ -44,6 +44,11 @@ if TYPE_CHECKING:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Only those that survived in this result of --json; those of the runtime with more tests.",
 )
+@click.option(
+    "--same",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Only those that this result of --json tells of: its sample, on the code of today.",
+)
 @click.option("--sample", type=click.IntRange(1), help="Run only so many mutants, chosen by --seed.")
 @seed_option("Of the generated calls and of the sample.")
 @device_option("Where Triton runs; cpu: in its interpreter. On a GPU every mutant is compiled anew.")
@@ -56,6 +61,7 @@ def mutants(
     files: tuple[str, ...],
     parts: tuple[str, ...],
     survivors: Path | None,
+    same: Path | None,
     sample: int | None,
     seed: int,
     device: str,
@@ -85,6 +91,7 @@ def mutants(
       kv-canary difftest mutants --part kv_canary --sample 100 --seed 7
       kv-canary difftest mutants --jobs 16 --json mutants.json
       kv-canary difftest mutants --survivors mutants.json
+      kv-canary difftest mutants --same before.json --json after.json
     """
     if device == "cpu":
         # Triton decides when a kernel is decorated: this comes before any is imported.
@@ -107,6 +114,12 @@ def mutants(
                 console.print(f"{mutant.id}  line {mutant.line}  {mutant.kind.value}", markup=False, highlight=False)
                 console.print(f"  - {mutant.before}\n  + {mutant.after}", markup=False, highlight=False, soft_wrap=True)
             return
+        # Read before anything is written: both may be the file that is made anew.
+        ids = None
+        if survivors is not None:
+            ids = ids_in(survivors, status="survived")
+        if same is not None:
+            ids = ids_in(same) if ids is None else ids & ids_in(same)
         kinds = {"runtime_mutants" if is_runtime(file) else "mutants" for file in chosen}
         setting = {"sources": _sources(kinds), "examples_per_op": examples, "seed": seed}
 
@@ -120,7 +133,8 @@ def mutants(
                 jobs=jobs,
                 examples=examples,
                 files=chosen,
-                ids=None if survivors is None else survivors_of(survivors),
+                ids=ids,
+                again=survivors is not None,
                 sample=sample,
                 seed=seed,
                 device=device,
@@ -137,15 +151,19 @@ def mutants(
     raise SystemExit(2 if report.not_run else 0 if report.passed else 1)
 
 
-def survivors_of(path: Path) -> frozenset[str]:
-    """Return the ids of the mutants that survived in a result."""
+def ids_in(path: Path, *, status: str | None = None) -> frozenset[str]:
+    """Return the ids of the mutants of a result, or of those whose fate was `status`.
+
+    Raises:
+        ValueError: the file is no result.
+    """
     try:
         told = json.loads(path.read_text(encoding="utf-8"))["mutants"]
-        return frozenset(mutant["id"] for mutant in told if mutant["status"] == "survived")
+        return frozenset(mutant["id"] for mutant in told if status in (None, mutant["status"]))
     except (ValueError, KeyError, TypeError) as error:
         from kv_canary.errors import must_be
 
-        raise ValueError(must_be("difftest", "survivors", "a result of --json", f"{path} ({error})")) from error
+        raise ValueError(must_be("difftest", "mutants", "a result of --json", f"{path} ({error})")) from error
 
 
 def verdicts_of(path: Path | None, setting: Mapping[str, Any]) -> dict[str, Verdict]:

@@ -129,6 +129,7 @@ def run_mutants(
     examples: int,
     files: Sequence[str] | None = None,
     ids: Collection[str] | None = None,
+    again: bool = False,
     sample: int | None = None,
     seed: int = 0,
     device: str = "cpu",
@@ -143,12 +144,13 @@ def run_mutants(
     Args:
         jobs: how many run at a time, each in a process of its own.
         examples: calls drawn per op; the committed corpus is run as well.
-        ids: run only these mutants; those of the runtime with every test that runs their lines.
+        ids: run only these mutants, as far as they are there.
+        again: whether they are looked at again: those of the runtime with many more tests.
         sample: run only so many, chosen by `seed`.
         seed: of the drawn calls and of the sample.
         device: where Triton runs, "cpu" (its interpreter) or "cuda".
         known: verdicts that an earlier run of this code reached, by the mutant's id: these mutants do not run again,
-            and are in the report, chosen or not; those of `ids` do.
+            and are in the report, chosen or not; those of `ids` do where they are looked at again.
         on_progress: called with each result, how many there are now and how many there will be.
         keep: called every now and then with what there is.
 
@@ -168,7 +170,7 @@ def run_mutants(
     chosen = [mutant for mutant in make_mutants(files or every) if ids is None or mutant.id in ids]
     if sample is not None and sample < len(chosen):
         chosen = random.Random(seed).sample(chosen, sample)
-    known = {id: verdict for id, verdict in (known or {}).items() if ids is None or id not in ids}
+    known = {id: verdict for id, verdict in (known or {}).items() if not (again and id in (ids or ()))}
     told = {*(mutant.id for mutant in chosen), *known}
     in_files = [file for file in every if any(id.startswith(f"{file}:") for id in told)]
     mutants = [mutant for mutant in make_mutants(in_files) if mutant.id in told]
@@ -211,7 +213,7 @@ def run_mutants(
         )
         pool.run(sources, receive)
         if runtime:
-            run_runtime_mutants(runtime, line_map(jobs=jobs), jobs=jobs, on_verdict=receive, again=ids is not None)
+            run_runtime_mutants(runtime, line_map(jobs=jobs), jobs=jobs, on_verdict=receive, again=again)
     return report()
 
 

@@ -93,7 +93,10 @@ KINDS = {
     "runtime_mutants": Evidence(
         files=("runtime_mutants.json",),
         sources=(*RUNTIME, "kv_canary/engines", *MUTATION, "difftest/mutation/runtime.py"),
-        command="kv-canary difftest mutants --part kv_canary --sample 300 --json bench/results/runtime_mutants.json",
+        command=(
+            "kv-canary difftest mutants --part kv_canary --same F --json F, then with --survivors F in place of --same, "
+            "where F is bench/results/runtime_mutants.json"
+        ),
     ),
     "difftest": Evidence(
         files=("h200_difftest.json",), sources=GENERATED, command="pytest tests/difftest --device cuda --evidence FILE"

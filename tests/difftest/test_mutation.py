@@ -25,8 +25,8 @@ from kv_canary.constants import OWNER_MASK
 from kv_canary.difftest.ending import until_ended
 from kv_canary.difftest.mutation import pool as mutation_pool
 from kv_canary.difftest.mutation import run as mutation_run
+from kv_canary.difftest.mutation.cli import ids_in, shown_progress
 from kv_canary.difftest.mutation.cli import mutants as mutants_command
-from kv_canary.difftest.mutation.cli import shown_progress, survivors_of
 from kv_canary.difftest.mutation.mutants import make_mutants, mutants_of
 from kv_canary.difftest.mutation.overlay import ROOT, overlaid, reached_ops, read_source, source_files
 from kv_canary.difftest.mutation.planted import PLANTED_BUGS, find_planted, plant, planted, planted_source
@@ -419,8 +419,24 @@ def test_survivors_are_run_again_with_every_test_of_their_lines(tmp_path: Path) 
 
     path = tmp_path / "result.json"
     path.write_text(json.dumps({"mutants": [{"id": mutant.id, "status": "survived"}, {"id": "x", "status": "killed"}]}))
-    assert survivors_of(path) == {mutant.id}
+    assert ids_in(path, status="survived") == {mutant.id}
+    assert ids_in(path) == {mutant.id, "x"}
     path.write_text("[]")
     done = CliRunner().invoke(mutants_command, ["--survivors", str(path)])
     assert done.exit_code == 2
-    assert "survivors must be a result of --json" in done.output
+    assert "mutants must be a result of --json" in done.output
+
+
+def test_the_sample_of_a_result_runs_again_on_the_code_of_today(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    options = ["--file", "reference/retire.py", "--examples", "6", "--jobs", "1", "--json", str(path)]
+    CliRunner().invoke(mutants_command, [*options, "--sample", "2", "--seed", "5"])
+    first = json.loads(path.read_text())
+    # Another code made it, and knew a mutant that is gone.
+    first["sources"]["kernels"] = "0" * 16
+    first["mutants"].append({**first["mutants"][0], "id": "reference/retire.py:gone:00000000"})
+    path.write_text(json.dumps(first))
+    CliRunner().invoke(mutants_command, [*options, "--same", str(path)])
+    second = json.loads(path.read_text())
+    assert [m["id"] for m in second["mutants"]] == [m["id"] for m in first["mutants"][:2]]
+    assert second["sources"]["kernels"] != first["sources"]["kernels"]
