@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from kv_canary.difftest.options import (
     seed_option,
 )
 from kv_canary.difftest.options import progress as progress_bar
+from kv_canary.errors import must_be
 
 if TYPE_CHECKING:
     from kv_canary.cases.casefile import CaseFile
@@ -69,11 +70,9 @@ class _Tools(LazyGroup):
     """Commands that need more than an engine does; who asks one of them for help needs no more."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        if not {"-h", "--help"} & {*ctx.args, *ctx._protected_args}:
-            # Looked for, not imported: Triton decides when it is imported whether to interpret.
-            missing = [name for name in ("hypothesis", "triton") if importlib.util.find_spec(name) is None]
-            if missing:
-                raise click.UsageError(f"difftest needs {', '.join(missing)}: pip install 'kv-canary[triton,difftest]'")
+        asks = {"-h", "--help"} & {*ctx.args, *ctx._protected_args}
+        if not asks and importlib.util.find_spec("hypothesis") is None:
+            raise click.UsageError("difftest needs hypothesis: pip install 'kv-canary[difftest]'")
         return super().invoke(ctx)
 
 
@@ -467,6 +466,7 @@ def _campaign(
         prepare(options["device"])
         import_all(options["imports"])
         campaign = Campaign(targets=ops, **options)
+        _refuse_without_triton(campaign.all_targets())
         console = Console()
         with until_ended():
             with shown.live_progress(console, campaign) as on_change:
@@ -484,6 +484,21 @@ def _campaign(
     # So many cases were asked for, or every target.
     inconclusive = result.untried or (result.interrupted and campaign.minutes is None)
     raise SystemExit(1 if result.findings or result.errors else 2 if inconclusive else 0)
+
+
+def _refuse_without_triton(targets: Iterable[str]) -> None:
+    """Refuse kv-canary's own ops where Triton is not installed; an op both of whose sides are PyTorch needs none.
+
+    Raises:
+        ValueError: naming them.
+    """
+    from kv_canary.backends import is_registered
+    from kv_canary.difftest.worker import has_triton
+
+    needing = [target for target in targets if not is_registered(target, "triton")]
+    if needing and not has_triton():
+        expected = f"installed for {', '.join(needing)} (pip install 'kv-canary[triton]'; name your own ops by --op)"
+        raise ValueError(must_be("difftest", "triton", expected, "none"))
 
 
 def _facts(campaign: Campaign, result: CampaignResult, lines: Mapping[str, str], commit: str) -> dict[str, Any]:

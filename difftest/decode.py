@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kv_canary.cases.casefile import CaseFile
-from kv_canary.cases.comparison import violation_logs
+from kv_canary.cases.comparison import elements_apart, place_of, violation_logs
 from kv_canary.constants import BAD_SLOT, HEAD_OF_CHAIN, OWNER_MASK, UNCHECKED, Reason
 from kv_canary.difftest.trace import writes_to
 from kv_canary.specs.interface import KernelSpec, Leaf, TensorSpec
@@ -90,13 +90,14 @@ def _element_differences(leaf: Leaf, expected: torch.Tensor, got: torch.Tensor, 
     width = like.shape[1] if like.dim() == 2 else 1
     packed = len(expected) == like.numel() * item
     stride = like.stride(0) if like.dim() == 2 and not packed else width
-    bytes_apart = (expected != got).nonzero().flatten()
     where, say = _meaning(leaf)
     found = []
-    for index in (bytes_apart // item).unique().tolist()[:most]:
+    for index in elements_apart(leaf, expected, got).tolist()[:most]:
         values = [t[index * item : (index + 1) * item].clone().view(like.dtype)[0].item() for t in (expected, got)]
         row, column = divmod(index, max(stride, 1))
         place = where(row, column) if column < width else f"in the gap after {where(row, width - 1)}"
+        if like.dim() > 2:
+            place = place_of(like, index)
         # Where rows were packed, the byte is that of the tensor as it lies in memory.
         in_memory = (row * like.stride(0) + column) * item if like.dim() == 2 else index * item
         found.append(

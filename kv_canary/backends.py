@@ -113,6 +113,11 @@ def implementation(op: str, backend: str) -> Implementation:
     return _implementations[key]
 
 
+def is_registered(op: str, backend: str) -> bool:
+    """Whether an op's implementation was registered, or imported before, so that nothing is imported for it."""
+    return (op, backend) in _implementations
+
+
 def register(spec: KernelSpec, *, backend: str) -> Callable[[Implementation], Implementation]:
     """Register the decorated function as `backend`'s implementation of the op that `spec` declares.
 

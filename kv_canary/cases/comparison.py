@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from kv_canary.specs.interface import KernelSpec, StructSpec
+from kv_canary.specs.interface import KernelSpec, Leaf, StructSpec
+from kv_canary.specs.tolerance import distance
 from kv_canary.specs.violation_row import VIOLATION_WORDS
 
 Bytes = Mapping[str, torch.Tensor]
@@ -78,24 +79,75 @@ def differing(
     got: Bytes,
     *,
     relaunch: Callable[[Mapping[str, Any]], Bytes] | None = None,
+    repeated: bool = False,
 ) -> tuple[str, str] | None:
-    """Return the first output whose bytes differ, as (path, detail), or None.
+    """Return the first output that differs, by more than its spec allows, as (path, detail), or None.
 
     Args:
         bound: the call, as it was before the launch.
         relaunch: runs a call on the reference; the rows of a ring that overflowed are compared only where it is given.
+        repeated: whether both are of the same launch: its bits must be equal where the spec asks no less of repeating.
     """
     logs = violation_logs(spec)
     rings = {f"{name}.ring" for name in logs}
     for path, data in expected.items():
         if path not in rings and not torch.equal(data, got[path]):
             leaf = next(leaf for leaf in spec.leaves(bound) if leaf.path == path)
-            return path, first_difference(leaf.tensor, data, got[path])
+            detail = _difference(leaf, data, got[path], repeated=repeated)
+            if detail:
+                return path, detail
     for name in logs:
         detail = _compare_rings(bound, name, expected, got, relaunch=relaunch)
         if detail:
             return f"{name}.ring", detail
     return None
+
+
+def elements_apart(leaf: Leaf, expected: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of the elements that differ by more than the spec of an output allows.
+
+    Args:
+        leaf: the output, before the launch.
+        expected, got: its bytes, those of the gaps between its rows included where they are there.
+    """
+    like = leaf.tensor
+    item = like.element_size()
+    apart: torch.Tensor = ((expected != got).nonzero().flatten() // item).unique()
+    if leaf.spec is None or leaf.spec.tolerance is None or not len(apart):
+        return apart
+    agree = leaf.spec.tolerance.agree(*(_laid_out(like, data.clone().view(like.dtype)) for data in (expected, got)))
+    # What lies in a gap is no value, and has no tolerance.
+    told = torch.zeros(len(expected) // item, dtype=torch.bool)
+    _laid_out(like, told).copy_(agree)
+    beyond: torch.Tensor = apart[~told[apart]]
+    return beyond
+
+
+def _laid_out(like: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+    """Return a view of flat elements, those of gaps included where they are there, in the shape of `like`."""
+    is_packed = elements.numel() == like.numel()
+    return elements.view(like.shape) if is_packed else elements.as_strided(like.shape, like.stride())
+
+
+def _difference(leaf: Leaf, expected: torch.Tensor, got: torch.Tensor, *, repeated: bool) -> str:
+    """Say where and how far an output differs; "" where that is no further than its spec allows."""
+    tolerance = None if leaf.spec is None else leaf.spec.tolerance
+    if tolerance is None or (repeated and tolerance.repeatable):
+        return first_difference(leaf.tensor, expected, got)
+    apart = elements_apart(leaf, expected, got)
+    if not len(apart):
+        return ""
+    values, came = (data.clone().view(leaf.tensor.dtype)[apart] for data in (expected, got))
+    first = _values_at(leaf.tensor, expected, got, int(apart[0]))
+    told = f"{len(apart)} of {leaf.tensor.numel()} elements lie beyond {tolerance}; the first at {first}"
+    if values.dtype.is_complex:
+        return told
+    far = (came.double() - values.double()).abs()
+    worst = int(torch.where(far.isnan(), torch.inf, far).argmax())
+    farthest = _values_at(leaf.tensor, expected, got, int(apart[worst]))
+    steps = int(distance(values, came)[worst])
+    told += f"; the farthest at {farthest}"
+    return told if not bool(far[worst].isfinite()) else f"{told}, {float(far[worst]):.6g} apart ({steps} ulp)"
 
 
 def _compare_rings(
@@ -140,8 +192,18 @@ def _rows(data: torch.Tensor) -> list[list[int]]:
 
 def first_difference(like: torch.Tensor, expected: torch.Tensor, got: torch.Tensor) -> str:
     """Say where the first differing element of two byte strings, laid out as `like`, is, and both values."""
+    index = int((expected != got).nonzero()[0]) // like.element_size()
+    return f"first at {_values_at(like, expected, got, index)}"
+
+
+def place_of(like: torch.Tensor, index: int) -> str:
+    """Return an element's indices, of a tensor without gaps, as text."""
+    return str([int(i) for i in torch.unravel_index(torch.tensor(index), like.shape)])
+
+
+def _values_at(like: torch.Tensor, expected: torch.Tensor, got: torch.Tensor, index: int) -> str:
+    """Say where an element of two byte strings, laid out as `like`, is, and both values."""
     item = like.element_size()
-    index = int((expected != got).nonzero()[0]) // item
     values = [t[index * item : (index + 1) * item].clone().view(like.dtype).tolist()[0] for t in (expected, got)]
     where = f"[{index}]"
     if like.dim() == 2 and like.shape[1]:
@@ -149,4 +211,6 @@ def first_difference(like: torch.Tensor, expected: torch.Tensor, got: torch.Tens
         packed = len(expected) == like.numel() * item
         width = like.shape[1] if packed else like.stride(0)
         where = f"[{index // width}, {index % width}]"
-    return f"first at {where}: expected {values[0]}, got {values[1]}"
+    elif like.dim() > 2:
+        where = place_of(like, index)
+    return f"{where}: expected {values[0]}, got {values[1]}"

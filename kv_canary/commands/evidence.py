@@ -94,7 +94,7 @@ KINDS = {
         files=("runtime_mutants.json",),
         sources=(*RUNTIME, "kv_canary/engines", *MUTATION, "difftest/mutation/runtime.py"),
         command=(
-            "kv-canary difftest mutants --part kv_canary --same F --json F, then with --survivors F in place of --same, "
+            "kv-canary difftest mutants --part kv_canary --same F --json F, then with --survivors F for --same, "
             "where F is bench/results/runtime_mutants.json"
         ),
     ),

@@ -73,7 +73,8 @@ def _what(argument: ArgumentSpec) -> str:
     if isinstance(argument, TensorsSpec):
         return f"tuple of {_what(argument.each)}"
     shape = ", ".join(_size(s) for s in argument.shape)
-    return f"{_dtype(argument.dtype)}[{shape}]"
+    within = "" if argument.tolerance is None else f", within {argument.tolerance}"
+    return f"{_dtype(argument.dtype)}[{shape}]{within}"
 
 
 def _size(size: object) -> str:

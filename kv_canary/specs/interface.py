@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeGuard
 import torch
 
 from kv_canary.errors import must_be
+from kv_canary.specs.tolerance import Tolerance
 
 Role = Literal["in", "out", "inout", "scratch"]
 
@@ -52,7 +53,11 @@ class TensorSpec:
             What is looked up in a LUT first is an index along "lut_len" where the call has one, else along "num_slots".
         lines, columns: names of its rows and of its columns, for people.
         flags: what the bits of its values mean.
+        tolerance: of an output, how far it may lie from the reference's; None: not by a bit.
         doc: meaning, in a line.
+
+    Raises:
+        ValueError: a tolerance of what is no output.
     """
 
     dtype: torch.dtype
@@ -66,7 +71,14 @@ class TensorSpec:
     lines: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     flags: type[IntFlag] | None = None
+    tolerance: Tolerance | None = None
     doc: str = ""
+
+    def __post_init__(self) -> None:
+        if self.tolerance is not None and self.role not in ("out", "inout"):
+            raise ValueError(
+                must_be("TensorSpec", "tolerance", "of an out or inout tensor", f"one of role {self.role}")
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -189,12 +189,77 @@ def test_a_kernel_that_hangs_is_found(tmp_path: Path) -> None:
         found = executor.check(get_spec("sleepy"), {"x": wrong, "y": torch.zeros_like(wrong)})
         assert found is not None
         assert found.outcome is Outcome.HUNG
-        # The process was replaced.
+        # The process was replaced, and the call had a second one.
         executor.time_limit_s = 20.0
         assert executor.check(get_spec("sleepy"), {"x": right, "y": torch.zeros_like(right)}) is None
-        assert executor.restarts == 1
+        assert executor.restarts == 2
+        # Once it is known to hang, it is believed.
+        executor.time_limit_s = 0.4
+        assert executor.check(get_spec("sleepy"), {"x": wrong, "y": torch.zeros_like(wrong)}) is not None
+        executor.time_limit_s = 20.0
+        assert executor.check(get_spec("sleepy"), {"x": right, "y": torch.zeros_like(right)}) is None
+        assert executor.restarts == 3
         with pytest.raises(ValueError, match="sleepy: y"):
             executor.check(get_spec("sleepy"), {"x": right, "y": torch.zeros(2, dtype=torch.int64)})
+
+
+def test_a_call_that_hung_once_and_not_again_is_no_finding(tmp_path: Path) -> None:
+    path = tmp_path / "tired.py"
+    slept = str(tmp_path / "slept")
+    mischief = f"time.sleep(0 if os.path.exists({slept!r}) or open({slept!r}, 'w').close() else 600)"
+    path.write_text(BAD_KERNEL.replace("MISCHIEF", mischief).replace('"bad"', '"tired"'))
+    import_all([str(path)])
+    wrong = torch.tensor([1, 9, 1])
+    with Executor(imports=[str(path)], time_limit_s=20.0) as executor:
+        assert executor.check(get_spec("tired"), {"x": wrong[:2], "y": torch.zeros_like(wrong[:2])}) is None
+        executor.time_limit_s = 0.4
+        assert executor.check(get_spec("tired"), {"x": wrong, "y": torch.zeros_like(wrong)}) is None
+        assert executor.restarts == 1
+
+
+PLAIN = """
+import torch
+from hypothesis import strategies as st
+from kv_canary import register
+from kv_canary.difftest.strategies import register_cases
+from kv_canary.specs.interface import KernelSpec, TensorSpec
+
+SPEC = KernelSpec(name="plain", doc="Double.", arguments={
+    "x": TensorSpec(dtype=torch.int64, shape=("n",)),
+    "y": TensorSpec(dtype=torch.int64, shape=("n",), role="out"),
+})
+register(SPEC, backend="reference")(lambda *, x, y: y.copy_(x * 2))
+register(SPEC, backend="triton")(lambda *, x, y: y.copy_(x + x + (x == 7)))
+
+@register_cases("plain")
+def cases():
+    return st.lists(st.integers(0, 9), max_size=6).map(
+        lambda xs: {"x": torch.tensor(xs, dtype=torch.int64), "y": torch.zeros(len(xs), dtype=torch.int64)})
+"""
+NO_TRITON = """
+import importlib.machinery
+
+find = importlib.machinery.PathFinder.find_spec
+importlib.machinery.PathFinder.find_spec = staticmethod(
+    lambda name, path=None, target=None: None if name.split(".")[0] == "triton" else find(name, path, target)
+)
+"""
+
+
+def test_pytorch_is_held_against_pytorch_where_triton_is_not_installed(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(PLAIN)
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without/sitecustomize.py").write_text(NO_TRITON)
+    environment = {"PYTHONPATH": str(tmp_path / "without")}
+    options = ("--import", "plain.py", "--op", "plain", "--examples", "60", "--jobs", "1", "--max-findings", "1")
+    done = difftest("run", *options, folder=tmp_path, environment=environment)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "first at [0]: expected 14, got 15" in done.stdout
+    again = difftest(*replay_line(done.stdout), folder=tmp_path, environment=environment)
+    assert again.returncode == 1, again.stdout + again.stderr
+    own = difftest("run", "--op", "retire", "--examples", "1", folder=tmp_path, environment=environment)
+    assert own.returncode == 2
+    assert "triton must be installed for retire" in own.stderr
 
 
 def test_what_fails_while_a_campaign_is_being_ended_is_no_finding() -> None:
