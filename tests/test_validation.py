@@ -23,7 +23,7 @@ from kv_canary.difftest import strategies
 from kv_canary.difftest.runner import check_case
 from kv_canary.difftest.simulator import ENGINE_OPS
 from kv_canary.specs import all_specs, get_spec
-from kv_canary.specs.interface import KernelSpec, ScalarSpec, TensorSpec
+from kv_canary.specs.interface import KernelSpec, ScalarSpec, StructSpec, TensorSpec
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -411,6 +411,69 @@ def test_all_defaults_may_be_left_out_together(op: str) -> None:
     assert without == DEFAULTS[op] | {"backend"}
 
 
+def test_a_plan_is_of_what_the_forward_reads_unless_it_is_said_otherwise() -> None:
+    call = {**call_of("plan"), "prefix_lens": ints(4, 4), "extend_lens": ints(2, 2), "strides": None, "step": None}
+
+    def planned(**given: Any) -> list[int]:
+        plan = kc.VerifyPlan.allocate(verify_cap=8)
+        kc.ops.plan(**{**call, "verify_plan": plan, **given}, backend="reference")
+        return plan.positions[: int(plan.num_valid)].tolist()
+
+    # A window of two positions in a ring of three slots: where position 2 lies comes the last of the new tokens.
+    assert planned(after_write=True) == [3, 3]
+    del call["after_write"]
+    assert planned() == planned(after_write=False) == [2, 3, 2, 3]
+
+
+def test_scratch_is_allocated_where_the_other_tensors_are() -> None:
+    spec = get_spec("move")
+    for device in ("cpu", "meta"):
+        call = spec.map_tensors(call_of("move"), lambda leaf, device=device: leaf.tensor.to(device))
+        del call["staged"]
+        assert spec.bind(call)["staged"].device.type == device
+
+
+def test_a_table_of_no_rows_has_no_strides_that_could_be_wrong() -> None:
+    nothing = torch.ones(5, 3, dtype=torch.int32).t()[:0]
+    assert nothing.stride() == (1, 3)
+    call = {**call_of("plan"), "expected_tokens": nothing}
+    kc.ops.plan(**call, backend="reference")
+    plan = call["verify_plan"]
+    assert plan.tokens[: int(plan.num_valid)].tolist() == [-1, -1, -1]
+
+
+def test_a_call_that_names_the_padding_twice_has_one_outcome() -> None:
+    has_one_outcome = get_spec("move").has_one_outcome
+    for dst, expected in (((3, 4), True), ((0, 0, 3), True), ((6, 6, -1, -1), True), ((3, 0, 3), False)):
+        assert has_one_outcome({**call_of("move"), "dst": ints(*dst)}) == expected
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """What a structure may hold beside tensors."""
+
+    heads: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Scales:
+    """A structure of an op from outside."""
+
+    values: torch.Tensor = dataclasses.field(
+        metadata={"spec": TensorSpec(dtype=torch.int64, shape=("n",), doc="one of each head")}
+    )
+    geometry: Geometry = Geometry(heads=2)
+
+
+def test_a_structure_may_hold_what_is_no_tensor() -> None:
+    spec = KernelSpec(name="scale", doc="Scale.", arguments={"scales": StructSpec(type=Scales)})
+    given = {"scales": Scales(ints(3, 4))}
+    assert spec.bind(given) == given
+    assert [leaf.path for leaf in spec.leaves(given)] == ["scales.values"]
+    mapped = spec.map_tensors(given, lambda leaf: leaf.tensor + 1)["scales"]
+    assert (mapped.values.tolist(), mapped.geometry) == ([4, 5], Geometry(heads=2))
+
+
 @pytest.mark.parametrize("op", ENGINE_OPS)
 def test_an_unknown_argument_is_refused(op: str) -> None:
     assert "unknown argument" in refused(TypeError, op, "colour", {**call_of(op), "colour": 1})
@@ -486,7 +549,9 @@ def test_another_structure_is_a_type_error(op: str, argument: str, name: str) ->
     ],
 )
 def test_a_scalar_of_a_wrong_type_is_a_type_error(op: str, argument: str, value: Any) -> None:
-    refused(TypeError, op, argument, {**call_of(op), argument: value})
+    message = refused(TypeError, op, argument, {**call_of(op), argument: value})
+    right = "True or False" if argument in ("after_write", "track_lifetime") else "an int"
+    assert f"{argument} must be {right}, got {value!r}" in message
 
 
 @pytest.mark.parametrize(

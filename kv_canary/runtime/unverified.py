@@ -121,6 +121,7 @@ class Unverified:
         if pool in self._marked:
             marks = self._marks[pool]
             marks[self._inside(pool, dst)] = marks[self._inside(pool, src)]
+            marks[0] = 0
             if pool in self._gaps:
                 self._markings += 1
 

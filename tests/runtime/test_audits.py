@@ -431,3 +431,16 @@ def test_memory_is_told_by_what_it_is_for() -> None:
     assert memory["tokens"] > 0
     assert engine.manager.summary().as_dict()["memory"] == memory
     assert audited(seals="off").manager.summary().memory["seals"] == 0
+
+
+def test_damage_before_the_window_is_found_at_admission_where_the_windowed_group_is_named_first() -> None:
+    pool = make_pool(256, read_bytes=1)
+    engine = audited(groups=[kc.BufferGroup(name="local", pool=pool, window=4), kc.BufferGroup(name="full", pool=pool)])
+    a = engine.add("a", 60)
+    engine.step((a, 12))
+    damage(engine, int(slots_in(engine, a)[2]))
+    engine.step((hit(engine, "b", a, 10), 2))
+    assert [(r.group, r.position, r.reasons) for r in engine.found()] == [("full", 2, ("SEAL_V",))]
+    audits = engine.manager.summary().audits
+    assert audits is not None
+    assert audits.admitted == 10

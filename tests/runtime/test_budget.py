@@ -300,3 +300,19 @@ def test_the_longest_stride_is_a_power_of_two_within_the_bound(longest: int) -> 
     last = chosen(1.0, longest=longest)[-1]
     assert last & (last - 1) == 0
     assert last <= longest < 2 * last
+
+
+def test_decode_steps_that_follow_each_other_share_one_array_of_strides() -> None:
+    """A step in which nobody came, waited or grew by more than a token costs no work for each request."""
+    budget = Budget(kc.CanaryConfig(stride=4), CPU, max_rows=MAX_ROWS)
+    requests = BatchRequests.of([request(), request(row=2, owner=2, prefix_len=9)])
+    assert budget.strides("target", requests, step=1).tolist() == [1, 1]
+    found = []
+    for step in (2, 3, 4):
+        requests = requests.following(requests.ends)
+        found.append(budget.strides("target", requests, step=step))
+    assert found[0].tolist() == [4, 4]
+    assert found[1] is found[0]
+    assert found[2] is found[0]
+    # Behind a step that went by without them they are verified wholly.
+    assert budget.strides("target", requests.following(requests.ends), step=6).tolist() == [1, 1]

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kv_canary as kc
+from kv_canary.difftest.simulator.scripted_engine import ScriptedEngine
 
 from .engine import MAX_LEN, MAX_ROWS, Engine, Request, full_engine, make_pool
 from .tape import Launches
@@ -20,7 +21,7 @@ from .tape import Launches
 class Tape:
     """A captured forward of an engine: HEAD, the model and TAIL."""
 
-    def __init__(self, engine: Engine, *, requests: int, tokens: int, **options: Any) -> None:
+    def __init__(self, engine: ScriptedEngine, *, requests: int, tokens: int, **options: Any) -> None:
         self.launches = Launches()
         self.engine = engine
         with (
@@ -214,6 +215,22 @@ def test_prefixes_past_the_engine_s_limit_do_not_move_what_a_graph_knows() -> No
     b.cached = 4
     tape.run(engine.batch((b, 1)))
     assert int(plan.num_valid) == 4
+
+
+def test_a_graph_has_room_for_the_longest_prefixes_that_the_limits_allow() -> None:
+    limits = kc.CanaryLimits(max_rows=4, max_requests=2, max_tokens=1300, max_len=700)
+    group = kc.BufferGroup(name="full", pool=make_pool(1400))
+    engine = ScriptedEngine([group], kc.CanaryConfig(backend="reference"), limits=limits)
+    tape = Tape(engine, requests=2, tokens=2)
+    a, b = engine.add("a", 700), engine.add("b", 700)
+    engine.step((a, 620), (b, 620))
+    slot = engine.slot_of(group, b, 619)
+    engine.flip(group, "V", slot, 619)
+    tape.run(engine.batch((a, 1), (b, 1)))
+    assert {(r.slot, r.tag) for r in engine.found()} == {(slot, "HEAD_FULL")}
+    summary = engine.manager.summary()
+    assert summary.watching == "complete"
+    assert summary.positions_verified == summary.positions_relied_on == 1240
 
 
 def test_a_table_that_moved_is_refused() -> None:

@@ -357,3 +357,36 @@ def test_memory_for_the_words_serves_in_any_mode() -> None:
         drain.poll()
     drain.push(2, {}, launches=None)
     assert [words.step for words in drain.poll().steps] == [2]
+
+
+class Arrival:
+    """The event behind a copy to the host: it has arrived when it is said to have, or when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.is_there, self.waits = False, 0
+
+    def record(self) -> None:
+        self.is_there = False
+
+    def query(self) -> bool:
+        return self.is_there
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.is_there = True
+
+
+def test_only_words_that_have_arrived_are_read_and_nobody_waits_for_the_others() -> None:
+    drain = Drain(full_engine().manager.state)
+    sheets, arrivals = [drain.new_sheet() for _ in range(3)], [Arrival() for _ in range(3)]
+    for step, (sheet, arrival) in enumerate(zip(sheets, arrivals, strict=True), start=1):
+        sheet.arrived = arrival  # type: ignore[assignment]
+        sheet.copy()
+        drain.push(step, {}, launches=None, sheet=sheet)
+    assert drain.poll().steps == []
+    arrivals[0].is_there = True
+    assert [words.step for words in drain.poll().steps] == [1]
+    assert not drain.is_empty
+    assert [arrival.waits for arrival in arrivals] == [0, 0, 0]
+    assert [words.step for words in drain.poll(wait=True).steps] == [2, 3]
+    assert [arrival.waits for arrival in arrivals] == [0, 1, 1]

@@ -13,6 +13,7 @@ import kv_canary as kc
 from kv_canary.specs.interface import KernelSpec, TensorSpec
 
 from .engine import MAX_ROWS, Engine, full_engine, make_pool
+from .tape import Launches
 
 PHASES = ["begin", "head", "tail", "end"]
 
@@ -101,6 +102,16 @@ def with_request(**changes: Any) -> Callable[[kc.ForwardBatch], dict[str, Any]]:
     return lambda batch: {"requests": [dataclasses.replace(batch.requests[0], **changes)]}
 
 
+def two_with_a_wrong_first(**changes: Any) -> Callable[[kc.ForwardBatch], dict[str, Any]]:
+    """Return what puts such a request before one with all of the tokens."""
+
+    def spoil(batch: kc.ForwardBatch) -> dict[str, Any]:
+        first = dataclasses.replace(batch.requests[0], extend_len=0, **changes)
+        return {"requests": [first, dataclasses.replace(batch.requests[0], request_id="b", row=2, owner=2)]}
+
+    return spoil
+
+
 def two_of_one_row(batch: kc.ForwardBatch) -> dict[str, Any]:
     first = dataclasses.replace(batch.requests[0], extend_len=2)
     return {"requests": [first, dataclasses.replace(first, request_id="b")]}
@@ -121,6 +132,8 @@ def two_of_one_row(batch: kc.ForwardBatch) -> dict[str, Any]:
         (with_request(row=-1), rf"row of a must be in \[1, {MAX_ROWS}\), got -1"),
         (with_request(extend_len=65), "requests must be at most 64 new tokens, got 65"),
         (with_request(prefix_len=-1), "prefix_len of a must be at least 0, got -1"),
+        (two_with_a_wrong_first(pending=5), r"pending of a must be in \[0, 4\], got 5"),
+        (two_with_a_wrong_first(pending=-1), r"pending of a must be in \[0, 4\], got -1"),
         (lambda b: {"requests": list(b.requests) * 5}, "requests must be at most 4 requests, got 5"),
         (two_of_one_row, r"rows must be different for every request, got \[1, 1\]"),
         (lambda b: {"input_ids": b.input_ids.float()}, "input_ids must be of dtype int32 or int64, got torch.float32"),
@@ -458,3 +471,78 @@ def test_a_ring_s_freed_slots_are_reported_where_lifetime_is_tracked(track: bool
     group.pool.records[engine.slot_of(group, a, 2), 3] |= -(1 << 63)
     engine.step((a, 1))
     assert {r.reasons for r in engine.found()} == ({("FREED",)} if track else set())
+
+
+@pytest.mark.parametrize("given", [("input_ids", "positions"), ("input_ids",), ("positions",)])
+def test_what_head_is_given_late_is_what_is_recorded(given: tuple[str, ...]) -> None:
+    engine = full_engine()
+    a = engine.add("a", 20)
+    for count in (6, 1, 3):
+        batch = engine.batch((a, count))
+        late = {name: getattr(batch, name) for name in given}
+        nothing: dict[str, Any] = dict.fromkeys(given)
+        engine.forward.begin(dataclasses.replace(batch, **nothing))
+        engine.forward.head(**late)
+        engine.write_bytes(batch)
+        engine.forward.tail()
+        engine.forward.end()
+        a.cached += count
+    assert [r.sentence for r in engine.found()] == []
+    assert engine.manager.summary().positions_verified == 0 + 6 + 7
+
+
+def test_a_forward_that_is_given_up_takes_back_the_slots_that_it_began_with() -> None:
+    """The engine may fill the tensors anew by then, as it does where it keeps them: they were copied at `begin`."""
+    group = kc.BufferGroup(name="ring", pool=make_pool(read_bytes=1), window=3, ring=True)
+    engine = Engine([group], kc.CanaryConfig(backend="reference", seals="layer"))
+    a = engine.add("a", 40)
+    for count in (4, 1, 1):
+        engine.step((a, count))
+    batch = engine.batch((a, 1))
+    engine.forward.begin(batch)
+    engine.forward.head()
+    engine.write_bytes(batch)
+    batch.out_slots["ring"].zero_()
+    engine.forward.abort()
+    # Of the four slots of the ring, the oldest token's was written, and has no seal any more.
+    engine.manager.scrub()
+    assert [r.sentence for r in engine.found()] == []
+    scrub = engine.manager.summary().scrub
+    assert scrub is not None
+    assert (scrub.verified, scrub.unsealed) == (3, 1)
+
+
+def test_a_warm_up_refuses_the_tables_of_other_groups_and_compiles_nothing_on_a_cpu() -> None:
+    forward = (engine := full_engine()).forward
+    tables = {"full": engine.tables["full"]}
+    for wrong in ({}, {"other": tables["full"]}, {**tables, "other": tables["full"]}):
+        with pytest.raises(ValueError, match=r"tables must be given for the groups \['full'\]"):
+            forward.warm_up(tables=wrong)
+    assert forward.warm_up(tables=tables) == 0
+    engine.step((engine.add("a", 8), 4))
+    assert engine.found() == []
+    assert engine.manager.summary().launches == {"HEAD_FULL": 1, "TAIL_FULL": 2}
+
+
+def test_a_replay_reads_tails_that_were_brought_up_before_it() -> None:
+    """Where HEAD lies in a graph, it cannot bring them up itself."""
+    engine = full_engine()
+    a = engine.add("a", 20)
+    engine.step((a, 7))
+    launches = Launches()
+    with (
+        launches.tape(),
+        engine.forward.capturing(requests=2, tokens=2, tables=engine.tables) as captured,
+    ):
+        launches.taking = True
+        engine.forward.head()
+        engine.forward.tail()
+    for _ in range(3):
+        batch = engine.batch((a, 1))
+        engine.forward.begin(batch, captured=captured)
+        engine.write_bytes(batch)
+        launches.play()
+        engine.forward.end()
+        a.cached += 1
+    assert [r.sentence for r in engine.found()] == []
+    assert engine.manager.summary().positions_verified == 7 + 8 + 9

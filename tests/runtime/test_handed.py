@@ -183,6 +183,21 @@ def test_of_a_forward_that_hands_over_less_nothing_is_said() -> None:
     assert engine.found() == []
 
 
+def test_damage_behind_a_forward_that_hands_over_less_is_found() -> None:
+    engine = Handing()
+    a = engine.add("a", 60)
+    engine.step((a, 5))
+    engine.silent_layers = {1}
+    engine.step((a, 4))
+    slots = [engine.slot_of(engine.groups[0], a, position) for position in (2, 6)]
+    source = engine.groups[0].pool.k_source
+    assert source is not None
+    for slot in slots:
+        source.layers[1].view(-1, BYTES)[slot, 31] ^= 1
+    engine.manager.scrub()
+    assert [(r.slot, r.reasons) for r in engine.found()] == [(slot, ("SEAL_K",)) for slot in slots]
+
+
 def test_two_tokens_in_one_slot_and_tokens_in_none() -> None:
     engine = Handing()
     a = engine.add("a", 60)

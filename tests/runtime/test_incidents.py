@@ -581,3 +581,29 @@ def test_a_chain_that_breaks_elsewhere_is_an_incident_of_its_own(engine: PagedEn
     read(engine)
     assert [i.positions[0] for i in incidents(engine)] == [first.positions[0], (9, 9)]
     assert incidents(engine)[1].reasons == ("CHAIN",)
+
+
+def test_a_chain_that_breaks_behind_a_mended_entry_is_an_incident_of_its_own(engine: PagedEngine) -> None:
+    """The position before it was wrong once, in another slot: the record is damaged alone."""
+    table, a = engine.tables["full"], engine.requests["a"]
+    right = int(table[a.row, 2])
+    table[a.row, 2] = int(table[engine.requests["b"].row, 2])
+    read(engine)
+    assert only(engine).positions == ((2, 2),)
+    table[a.row, 2] = right
+    engine.groups[0].pool.records[int(table[a.row, 3]), 1] ^= 3
+    read(engine)
+    first, second = incidents(engine)
+    assert (first.positions, first.followers, first.last_step) == (((2, 2),), ((3, 3),), 3)
+    assert (second.reasons, second.positions, second.followers) == (("CHAIN",), ((3, 3),), ((4, 4),))
+
+
+def test_a_page_written_in_the_step_in_which_the_request_came_was_not_written_before(engine: PagedEngine) -> None:
+    c, d = engine.add("c", 40), engine.add("d", 40)
+    engine.step((c, 8), (d, 8))
+    table = engine.tables["full"]
+    table[c.row, 4:8] = table[d.row, 4:8]
+    read(engine, "c")
+    incident = only(engine)
+    assert incident.positions == ((4, 7),)
+    assert incident.cause == "a page reused while in use: request d wrote 1 whole page at step 3"

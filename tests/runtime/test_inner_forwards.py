@@ -214,6 +214,23 @@ def test_what_an_earlier_forward_of_the_same_name_could_not_plan_is_told() -> No
     assert engine.manager.summary().watching == "partial"
 
 
+def test_what_one_of_several_forwards_could_not_plan_is_told_of_its_own_step_alone() -> None:
+    engine = Speculating()
+    a = engine.add("a", 8)
+    engine.prefill(a)
+    engine.map(a, 7, 12)
+    # Of the first of three forwards; of none of two, twice; and of the second of three.
+    for short, told in (((0,), 1), ((), 1), ((), 1), ((1,), 2)):
+        with engine.manager.one_step():
+            for i in range(3 if short else 2):
+                batch = engine.forward_batch("draft", [(a, 7, [7000])])
+                if i in short:
+                    batch.tables["draft"] = engine.tables["draft"][:, :4].clone()
+                engine.make(engine.drafts, batch)
+        engine.manager.flush()
+        assert sum(engine.manager.summary().incomplete.values()) == told
+
+
 def test_what_was_expected_is_what_is_known() -> None:
     """Nothing is expected of a position whose token is not among the request's own yet."""
     engine = Speculating(check_tokens=True)

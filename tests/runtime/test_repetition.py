@@ -413,18 +413,20 @@ def test_a_forward_inside_a_step_of_several_is_no_repetition() -> None:
     assert engine.forward.repeat(engine.requests({1: 1, 2: 1}), out_slots=dict) is False
 
 
-def test_more_entries_than_there_is_room_for_are_no_repetition(rounds: bool) -> None:
+def test_more_entries_than_there_is_room_for_are_no_repetition(rounds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_canary.runtime.launches._FEW_ENTRIES", 128)
     engine = Decoder(repeats=True)
     engine.admit(*(text(1000 * n) for n in range(1, 5)))
     engine.slots = iter(range(1, 512))
     engine.prefill(dict.fromkeys(range(1, 5), 16))
-    engine.decode(20)
+    engine.decode(12)
     before = engine.forward.entry_capacities["g0"]
-    engine.decode(80)
-    assert engine.forward.entry_capacities["g0"] >= before
-    summary = engine.manager.summary()
+    engine.decode(88)
+    assert before == 128 < 4 * 115 <= engine.forward.entry_capacities["g0"]
     engine.manager.flush()
-    assert (summary.watching, engine.manager.summary().incomplete) == ("complete", {})
+    summary = engine.manager.summary()
+    assert (summary.steps, summary.watching, summary.incomplete) == (101, "complete", {})
+    assert summary.positions_verified == summary.positions_relied_on == sum(4 * n for n in range(16, 116))
     assert engine.repeated > 80
 
 

@@ -333,3 +333,49 @@ def test_a_page_without_a_timeline_still_tells_the_incident(saved: list[Path]) -
     _, reader = read_page(bare)
     assert bare.incident.cause in reader.text
     assert "svg" not in {tag for tag, _ in reader.tags}
+
+
+def test_the_table_below_the_drawing_shows_what_is_near_the_fault_alone(saved: list[Path]) -> None:
+    bundle = the(saved, "K")
+    _, reader = read_page(bundle)
+    assert bundle.incident.neighbourhood is not None
+    assert bundle.timeline is not None
+    near, drawn = len(bundle.incident.neighbourhood.rows), len(bundle.timeline.rows)
+    assert near < drawn
+    # And the line of its head.
+    assert sum(tag == "tr" for tag, _ in reader.tags) == 1 + near
+    # Where nothing near was kept, what is drawn is the table.
+    far = dataclasses.replace(bundle, incident=dataclasses.replace(bundle.incident, neighbourhood=None))
+    _, reader = read_page(far)
+    assert sum(tag == "tr" for tag, _ in reader.tags) == 1 + drawn
+
+
+def test_the_axis_has_a_request_s_positions_and_the_slots_of_what_lies_side_by_side(saved: list[Path]) -> None:
+    bundle = the(saved, "K")
+    assert bundle.timeline is not None
+    rows = tuple(dataclasses.replace(r, slot=500 + r.position) for r in bundle.timeline.rows)
+    for request, noun, first in ((NASTY, "position", 0), (None, "slot", 500)):
+        timeline = dataclasses.replace(bundle.timeline, rows=rows, request=request)
+        text, _ = read_page(dataclasses.replace(bundle, timeline=timeline))
+        labels = [int(label) for label in re.findall(r'text-anchor="middle">(\d+)<', text)]
+        assert labels[0] == first
+        assert labels == sorted(set(labels))
+        assert set(labels) <= set(range(first, first + len(rows)))
+        assert f">{noun}</text>" in text
+
+
+def test_every_row_of_the_fault_is_bold_in_a_terminal_and_no_other(saved: list[Path]) -> None:
+    bundle = the(saved, "K")
+    assert bundle.incident.positions == ((9, 10),)
+    out = io.StringIO()
+    show(bundle, Console(file=out, width=160, force_terminal=True, color_system="standard"))
+    bold = re.findall(r"^ *\x1b\[1m *(\d+)", out.getvalue(), flags=re.MULTILINE)
+    assert bold == ["9", "10"]
+
+
+def test_a_canary_saves_64_bundles_and_no_more(tmp_path: Path) -> None:
+    folder = bundles.BundleFolder(tmp_path)
+    for _ in range(64):
+        assert not folder.is_full
+        folder.reserve()
+    assert folder.is_full

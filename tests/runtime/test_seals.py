@@ -234,6 +234,20 @@ def test_swapped_slots_keep_their_seals() -> None:
     assert (scrub.verified, scrub.unsealed) == (8, 0)
 
 
+def test_the_padding_has_no_seal_whatever_lies_there() -> None:
+    engine = sealed_engine()
+    a = engine.add("a", 40)
+    engine.step((a, 9))
+    pool = engine.groups[0].pool
+    assert pool.seals is not None
+    slot = engine.slot_of(engine.groups[0], a, 4)
+    pool.seals.words[0, 1:] = 77
+    taken = pool.take_seals(torch.tensor([slot, 0, -1, len(pool.records)]))
+    assert taken is not None
+    assert torch.equal(taken[0], pool.seals.words[slot])
+    assert taken.ne(0).any(dim=1).tolist() == [True, False, False, False]
+
+
 def test_kv_that_is_adopted_is_sealed() -> None:
     engine = sealed_engine()
     engine.manager.adopt("full", torch.arange(50, 60), list(range(10)), owner=3)

@@ -9,6 +9,9 @@ import torch
 
 import kv_canary as kc
 from kv_canary.constants import MASK64, MIX_ADD, MIX_MUL_1, MIX_MUL_2
+from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.device_state import MOST_REPLAYED
+from kv_canary.runtime.replays import Replays
 
 from .engine import MAX_ROWS, Engine, Request, full_engine
 
@@ -212,3 +215,17 @@ def test_a_bad_history_of_one_request_leaves_the_others_tails_right() -> None:
         engine.forward.begin(spoilt)
     engine.run(batch)
     assert [r.sentence for r in engine.found()] == []
+
+
+def test_a_text_longer_than_any_launch_that_is_replayed_is_brought_up_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches for rounded sizes end at so many tokens; what is longer is launched as it is."""
+    monkeypatch.setattr(CanaryContext, "new_replays", lambda _: Replays(lambda launch: launch))
+    engine = full_engine()
+    a = engine.add("a", MOST_REPLAYED + 200)
+    tokens = a.tokens[: MOST_REPLAYED + 100]
+    wide = torch.zeros(MAX_ROWS, 2 * MOST_REPLAYED, dtype=torch.int32)
+    # Slots come round; nothing is verified here but the tail.
+    wide[a.row] = torch.arange(wide.shape[1]) % 100 + 1
+    engine.tables["full"], a.cached = wide, len(tokens)
+    engine.step((a, 1), map_new=False)
+    assert tail(engine, a) == chain(tokens)

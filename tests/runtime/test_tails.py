@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from typing import Any
 
@@ -17,7 +18,7 @@ from kv_canary.hashing import mix
 from kv_canary.runtime.composition import BatchRequests
 from kv_canary.runtime.device_state import CanaryDeviceState
 from kv_canary.runtime.rows import RowTable
-from kv_canary.runtime.tails import anchor_of
+from kv_canary.runtime.tails import FEW, anchor_of
 
 from .engine import MAX_ROWS, Engine, Request, full_engine
 
@@ -90,6 +91,19 @@ def test_tails_and_tokens_are_those_of_whoever_has_the_row(seed: int, offsets: t
             if state.token_pool is not None:
                 known = r.prefix_len + state.lookahead
                 assert state.token_pool[r.row, :known].tolist() == own[:known]
+
+
+def test_the_first_list_of_a_process_starts_anew_when_its_identity_is_what_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kv_canary.runtime.composition._numbers", itertools.count(1))
+    state, text, rows = make_state(rows=FEW + 2), Text(list(range(20))), range(1, FEW + 2)
+    first, others = (
+        BatchRequests.of([at(text, 10, row=row, owner=row, identity=identity) for row in rows]) for identity in (0, 5)
+    )
+    for requests, identity in ((first, 0), (others, 5), (first, 0)):
+        state.advance(requests, backend="reference")
+        assert {int(state.tails[0].chains[row]) & MASK64 for row in rows} == {chain(text.tokens[:10], identity)}
 
 
 def test_a_row_at_its_prefix_asks_for_nothing() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kv_canary as kc
-from kv_canary.constants import Reason, Tag
+from kv_canary.constants import HEAD_OF_CHAIN, Reason, Tag
 from kv_canary.runtime.drain import Findings
 from kv_canary.runtime.unverified import Unverified
 from kv_canary.specs.violation_row import ViolationRow, site_of
@@ -123,3 +123,45 @@ def test_reports_of_gaps_are_taken_back_and_no_others() -> None:
     assert unverified.take_back(Findings(total=9, rows=[gap]), groups) == Findings(total=0, rows=[])
     untouched = Findings(total=2, rows=[other, elsewhere])
     assert unverified.take_back(untouched, groups) is untouched
+
+
+def test_a_gap_that_is_copied_over_what_a_row_has_read_is_taken_in_before_it_reads_it() -> None:
+    engine, request = served()
+    [group] = engine.groups
+    unverified = engine.manager.unverified
+    unverified.forget(group.pool, slots(engine.slot_of(group, request, 2), 100))
+    engine.step((request, 1))
+    assert unverified.taken_in == 1
+    engine.manager.move(group.pool, slots(100), slots(engine.slot_of(group, request, 5)), owner=request.owner)
+    engine.step((request, 1))
+    assert engine.found() == []
+    # Not read as it is, reported, and taken back.
+    assert (unverified.taken_in, unverified.taken_back) == (2, 0)
+
+
+def test_slots_that_the_pool_does_not_have_leave_no_gap_in_others() -> None:
+    engine, request = served()
+    [group] = engine.groups
+    unverified = engine.manager.unverified
+    beyond = len(group.pool.records)
+    unverified.forget(group.pool, slots(engine.slot_of(group, request, 2), beyond, beyond + 7, 0, -1))
+    engine.step((request, 1))
+    assert engine.found() == []
+    # Where the marking fails, every slot of the pool counts as a gap.
+    assert unverified.taken_in == 1
+
+
+def test_a_gap_that_is_copied_to_no_slot_hides_no_prefix_that_begins_elsewhere() -> None:
+    engine, request = served()
+    [group] = engine.groups
+    unverified, [pool] = engine.manager.unverified, engine.manager.pools
+    unverified.forget(pool, slots(100))
+    engine.manager.move(pool, slots(100), slots(0), owner=request.owner)
+    there = [engine.slot_of(group, request, p) for p in range(3)]
+    cached = kc.CachedSlots(
+        group="full", slots=slots(*there), positions=slots(0, 1, 2), previous=slots(HEAD_OF_CHAIN, *there[:2])
+    )
+    assert unverified.without_gaps(pool, cached).previous.tolist() == cached.previous.tolist()
+    # Nor one that the pool does not have: a sweep reports that.
+    gone = kc.CachedSlots(group="full", slots=slots(9999), positions=slots(0), previous=slots(HEAD_OF_CHAIN))
+    assert unverified.without_gaps(pool, gone).slots.tolist() == [9999]

@@ -30,8 +30,8 @@ def run(kind: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.every_day("given", "window")
-@pytest.mark.parametrize("kind", ["given", "plain", "window"])
+@pytest.mark.every_day("given", "window", "sealed")
+@pytest.mark.parametrize("kind", ["given", "plain", "window", "sealed"])
 def test_a_soak_of_varied_sizes_compiles_nothing_after_the_warm_up(kind: str) -> None:
     result = run(kind)
     assert result["failures"] == {}

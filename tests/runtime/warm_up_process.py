@@ -51,7 +51,7 @@ class Context(CanaryContext):
 
 
 def main(kind: str) -> None:
-    """Warm up, and soak; `kind`: "given" (as with SGLang's graphs) or "plain"."""
+    """Warm up, and soak; `kind`: "given" (as with SGLang's graphs), "plain", "window" or "sealed"."""
     random.seed(3)
     manager_module.CanaryContext = Context
     k, v = (kv_source(SLOTS, 64, layers=3, read_bytes=16) for _ in range(2))
@@ -66,7 +66,9 @@ def main(kind: str) -> None:
         canary = kc.CanaryManager(
             groups,
             limits=kc.CanaryLimits(max_rows=ROWS, max_requests=REQUESTS, max_tokens=TOKENS, max_len=LENGTH),
-            config=kc.CanaryConfig(backend="triton", stride=1 if kind == "plain" else 4),
+            config=kc.CanaryConfig(
+                backend="triton", stride=1 if kind == "plain" else 4, seals="layer" if kind == "sealed" else "off"
+            ),
         )
         canary.forward()
         canary.warm_up(tables, is_given=kind == "given")
@@ -75,6 +77,8 @@ def main(kind: str) -> None:
         forwards = sum(1 for _ in soak(canary, tables, kind))
         canary.retire(pool, torch.arange(1, 200))
         canary.move(pool, torch.arange(1, 40), torch.arange(41, 80), owner=3)
+        canary.scrub()
+        canary.complete("r1", {group.name: torch.arange(1, 90) for group in groups})
         after = [x.as_dict() for x in found]
     print(json.dumps({"warm_up": warm_up, "after": after, "forwards": forwards, "failures": canary.guard.failures}))
 

@@ -1,0 +1,37 @@
+"""The steps that are remembered: when a request came, and when nobody can tell any more."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import kv_canary as kc
+from kv_canary.runtime.history import REMEMBERED_STEPS, StepHistory, StepRecord
+
+
+def request(name: str, *, row: int, owner: int) -> kc.ForwardRequest:
+    return kc.ForwardRequest(request_id=name, row=row, owner=owner, prefix_len=4, extend_len=1, tokens=np.arange(5))
+
+
+@pytest.mark.parametrize(
+    ("steps", "came", "told"),
+    [
+        # From the first step of all on, and everything since is remembered.
+        (3, 1, 1),
+        (3, 2, 2),
+        # As far back as is remembered: it may have come before that.
+        (REMEMBERED_STEPS + 5, 1, None),
+        (REMEMBERED_STEPS + 5, 6, None),
+        (REMEMBERED_STEPS + 5, 7, 7),
+    ],
+)
+def test_when_a_request_came_is_told_where_it_can_be_known(steps: int, came: int, told: int | None) -> None:
+    history = StepHistory()
+    for number in range(1, steps + 1):
+        # Whoever had the row before is somebody else.
+        there = request("new", row=3, owner=7) if number >= came else request("old", row=3, owner=5)
+        batch = kc.BatchRequests.of([request("other", row=1, owner=2), there])
+        history.append(StepRecord(number=number, tables={"full": torch.zeros(1, 1)}, forwards=[batch]))
+    assert history.arrived(steps, 3) == told
+    assert history.arrived(steps, 9) is None
