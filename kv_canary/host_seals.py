@@ -36,7 +36,7 @@ class HostSeals:
         """Return uint64 [n, bands]: the words of the seals of slots, K's hash in the low half and V's in the high."""
         words = np.zeros((len(slots), self.num_bands), np.uint64)
         for half, shift in zip(self._halves, (0, 32), strict=True):
-            if half is not None and len(slots):
+            if half is not None:
                 words |= half.hashes(slots, self.num_bands) << np.uint64(shift)
         return words
 

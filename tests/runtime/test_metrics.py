@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import kv_canary as kc
+from kv_canary.observers import metrics as metrics_module
 from kv_canary.observers.metrics import METRICS, PrometheusMetrics
 from kv_canary.runtime.summary import Watching
 
@@ -329,3 +331,16 @@ def test_the_dashboard_shows_what_matters() -> None:
         "kv_canary_last_step_timestamp_seconds",
     }
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_a_forked_child_counts_on_though_another_thread_held_a_lock_of_its_metrics() -> None:
+    registry = CollectorRegistry()
+    metrics = PrometheusMetrics(registry)
+    with metrics._lock, metrics._board._lock:
+        # As in a child: whoever held the locks is not there any more.
+        metrics_module._in_child()
+        counting = threading.Thread(target=metrics.on_step, args=(facts(),), daemon=True)
+        counting.start()
+        counting.join(10)
+        assert not counting.is_alive()
+        assert value(registry, "steps_total") == 1

@@ -124,6 +124,20 @@ def test_whatever_is_asked_is_answered_or_not_and_the_next_one_is(
     assert capfd.readouterr().err == ""
 
 
+def test_a_request_that_is_too_large_is_answered_and_let_go_of_as_soon_as_that_is_seen(
+    port: int, served: PrometheusMetrics
+) -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(b"x" * metrics_http._MOST_REQUEST)
+        here.setblocking(False)
+        assert served._server is not None
+        goes_on = metrics_http._Client(here, None).advance(served._server._http._server)
+        assert not goes_on
+        there.settimeout(10)
+        assert there.recv(12) == b"HTTP/1.0 431"
+
+
 def test_a_request_may_come_byte_by_byte_and_a_large_answer_be_taken_slowly(port: int) -> None:
     registry = CollectorRegistry()
     metrics = [PrometheusMetrics(registry, port=port, labels={"canary": "x" * 20_000 + str(i)}) for i in range(40)]
@@ -206,6 +220,26 @@ def test_slow_clients_take_no_threads_few_descriptors_and_nobodys_answer(port: i
     # Room is made by ending what took longest, not by keeping the others out.
     assert int(answered) > 300
     wait_until(lambda: held()[0] <= threads and held()[1] <= descriptors)
+
+
+def test_a_client_has_its_turn_before_it_gives_way_to_another(
+    port: int, served: PrometheusMetrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_http, "MOST_CONNECTIONS", 1)
+    # Longer than this test may last on a busy machine.
+    monkeypatch.setattr(metrics_http, "SECONDS", 60.0)
+    monkeypatch.setattr(metrics_http, "_TURN", 50.0)
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=10) as first,
+        socket.create_connection(("127.0.0.1", port), timeout=0.3) as second,
+    ):
+        second.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        with pytest.raises(TimeoutError):
+            second.recv(1)
+        first.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        second.settimeout(10)
+        for client in (first, second):
+            assert client.recv(12) == b"HTTP/1.0 200"
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET /metrics HTTP/1.1\r\nX-Slow: "])

@@ -221,6 +221,21 @@ def test_trials_are_counted_anew_once_ranks_were_together(ranks: Ranks) -> None:
     wait_for(lambda: parts[0]._in_vain == 1)
 
 
+def test_ranks_that_were_together_have_all_their_trials_again(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    parts = ranks(waits=True)
+    for trial in range(1 + meeting._MOST_TRIALS):
+        for part in parts:
+            part.seek(10)
+        assert "stays alone for good" not in caplog.text
+        for part, agreement in zip(parts, agreed(parts), strict=True):
+            assert part.take(agreement.step)
+            if trial == 0:
+                part.together()
+    for part in parts:
+        part.seek(10)
+    assert caplog.text.count("stays alone for good") == len(parts)
+
+
 def test_ranks_that_are_configured_differently_do_not_meet(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     parts = ranks()
     first, second = parts

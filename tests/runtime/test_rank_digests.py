@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -232,6 +235,43 @@ def test_lines_of_another_step_leave_nothing_behind() -> None:
     words = torch.full(gatherer.shape, -1)
     assert list(sent.pack(words).values()) == ["b"]
     assert words[0, 1:].eq(0).all()
+
+
+class Stream:
+    """A stream that notes what waits for what."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+def test_the_copy_of_a_digest_waits_for_what_was_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    main, side, empty = Stream("main", log), Stream("side", log), torch.empty
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        log.append(f"on {stream.name}")
+        yield
+        log.append(f"off {stream.name}")
+
+    engine = full_engine()
+    a = engine.add("a", 60)
+    gatherer = digest.Gatherer(engine.manager)
+    # As on a GPU, where the lines are copied beside the forwards.
+    monkeypatch.setattr(gatherer, "_side", side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: log.append("copied")))
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    batch = engine.step((a, 5))
+    gatherer.see(engine.forward, batch)
+    sent = gatherer.digest(engine.manager.step)
+    assert log == ["side waits for main", "on side", "copied", "off side"]
+    assert sent.lines is not None
+    assert sent.lines[0, 0, Word.SEED_SLOT] == HEAD_OF_CHAIN
 
 
 def test_a_draft_group_has_the_tail_of_its_shifted_tokens() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,9 +19,11 @@ import kv_canary as kc
 from kv_canary.observers import Observer
 from kv_canary.ranks import watch
 from kv_canary.ranks.compare import Word
+from kv_canary.ranks.group import Exchange as RealExchange
 from kv_canary.runtime.accounts import Accounts
 from kv_canary.runtime.budget import Budget
 from kv_canary.runtime.composition import ForwardRequest
+from kv_canary.specs.violation_row import ViolationRow, site_of
 
 from .engine import MAX_ROWS, Engine, Request, make_pool
 
@@ -343,6 +346,27 @@ def test_damage_that_a_digest_shows_as_well_is_raised_once(monkeypatch: pytest.M
     assert [[r.differences for r in engine.manager.rank_reports] for engine in engines] == [[("VIOLATIONS",)]] * 2
 
 
+def test_all_that_a_rank_finds_between_two_exchanges_is_raised_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = rank_engines(monkeypatch, mode="raise")
+    a = add(engines, "a", 60)
+    errors: list[kc.RankViolationError] = []
+    for i in range(8):
+        for rank, (engine, request) in enumerate(zip(engines, a, strict=True)):
+            if rank == 1 and i == 4:
+                # One is told by a flush, and two more, which were found outside of forwards, with the next step.
+                for count in (1, 2):
+                    row = ViolationRow(site=site_of(kc.Tag.SWEEP_FULL, 1), reasons=kc.Reason.SEAL_K, slot=2, step=4)
+                    engine.manager.report([row] * count)
+                    if count == 1:
+                        engine.manager.flush()
+            try:
+                engine.step((request, 1))
+            except kc.RankViolationError as error:
+                errors.append(error)
+    assert [[(v.rank, v.total) for v in error.verdicts] for error in errors] == [[(1, 3)], [(1, 3)]]
+    assert [len(error.reports) for error in errors] == [0, 3]
+
+
 def test_what_another_rank_says_stays_within_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = rank_engines(monkeypatch, mode="raise")
     a = add(engines, "a", 60)
@@ -418,6 +442,35 @@ def test_the_last_steps_are_compared_where_all_ranks_flush(monkeypatch: pytest.M
     assert [w.compared for w in watches] == [6, 6]
 
 
+def test_a_flush_of_all_ranks_compares_the_steps_that_no_other_step_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Patient(Exchange):
+        """Waits for ranks in threads of their own."""
+
+        def wait(self, seconds: float) -> bool:
+            deadline = time.monotonic() + seconds
+            while not self.done() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            return self.done()
+
+    engines = rank_engines(monkeypatch, digest_every=2)
+    monkeypatch.setattr(watch, "Exchange", Patient)
+    a = add(engines, "a", 60)
+    a[1].tokens[6] += 1
+    for _ in range(8):
+        for engine, request in zip(engines, a, strict=True):
+            engine.step((request, 1))
+    # What they read in the last step differs in its last token: no step before shows it, and none follows.
+    assert [list(engine.manager.rank_reports) for engine in engines] == [[], []]
+    threads = [threading.Thread(target=engine.manager.flush, kwargs={"all_ranks": True}) for engine in engines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    told = [[(r.step, r.differences) for r in engine.manager.rank_reports] for engine in engines]
+    assert told == [[(8, ("TAIL",))]] * 2
+    assert [engine.manager.ranks.compared for engine in engines] == [4, 4]
+
+
 def test_a_digest_setting_without_ranks_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kv_canary"):
         Engine([kc.BufferGroup(name="full", pool=make_pool())], kc.CanaryConfig(backend="reference", digest_every=5))
@@ -468,6 +521,16 @@ def test_a_group_serves_one_manager_and_waits_for_a_while() -> None:
         ranks.claim()
     with pytest.raises(ValueError, match="RankGroup: timeout must be above 0 seconds, got 0"):
         kc.RankGroup(group, timeout=0)
+
+
+@pytest.mark.usefixtures("distributed")
+def test_an_exchange_is_over_once_every_rank_has_given_its_words() -> None:
+    ranks = kc.RankGroup.new(timeout=10.0)
+    assert ranks is not None
+    exchange = RealExchange(ranks, torch.tensor([3, 1, 4]))
+    assert exchange.wait(10.0)
+    assert exchange.done()
+    assert exchange.received().tolist() == [[3, 1, 4]]
 
 
 @pytest.mark.usefixtures("distributed")

@@ -359,6 +359,33 @@ def test_slots_that_nobody_could_follow_are_known_again_once_they_are_loaded() -
     assert t.engine.manager.summary().unverified == 0
 
 
+def test_bytes_that_are_still_on_their_way_are_waited_for_before_they_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    t, a, device, host = lived()
+    t.backup(device, host)
+    first = t.engine.allocate(t.group.pool, 10)
+    new = torch.arange(first, first + 10)
+    t.tier.load(host, new)
+    forwards = object()
+
+    class Arrival:
+        """The event of a copy that is over once somebody has waited for it."""
+
+        def wait(self, stream: object) -> None:
+            assert stream is forwards
+            t.copied(host, new, back=True)
+
+    # As on a GPU, where the copy runs on.
+    monkeypatch.setattr(t.tier._loads[-1], "arrived", Arrival())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: forwards)
+    t.tier.loaded()
+    t.tier.land()
+    t.engine.tables["full"][a.row, :10] = new.int()
+    t.step((a, 1))
+    assert t.found() == {}
+
+
 def test_an_empty_tier_has_nothing_to_look_at() -> None:
     t = Tiered()
     assert t.tier.check() == t.tier.check(whole=True) == 0

@@ -33,7 +33,12 @@ def worker(**changed: Any) -> Any:
     return found
 
 
+INSIDE = {"connectors": [{"kv_connector": "NixlConnector"}, {"kv_connector": "HiSparseConnector"}]}
+
+
 def test_what_is_served_is_served() -> None:
+    connector = SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_extra_config=None)
+    support.check(worker(kv_transfer_config=connector))
     support.check(worker())
     support.check(worker(scheduler__async_scheduling=True))
     support.check(worker(scheduler__async_scheduling=True, speculative_config=object()))
@@ -43,7 +48,14 @@ def test_what_is_served_is_served() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"kv_transfer_config": object()}, r"kv_transfer_config must be off \(KV comes from outside"),
+        (
+            {"kv_transfer_config": SimpleNamespace(kv_connector="HiSparseConnector", kv_connector_extra_config={})},
+            "kv_connector must be another one .*, got HiSparseConnector",
+        ),
+        (
+            {"kv_transfer_config": SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config=INSIDE)},
+            "kv_connector must be another one .*, got HiSparseConnector",
+        ),
         ({"ec_transfer_config": object()}, "ec_transfer_config must be off"),
         ({"diffusion_config": object()}, "diffusion_config must be off"),
         ({"parallel__pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1 .*, got 2"),

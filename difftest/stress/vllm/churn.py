@@ -215,12 +215,12 @@ def main(
     vLLM's own engine on the CPU: both model runners, plain attention, windows, groups that overlay each other,
     asynchronous scheduling, n-grams and draft models, tight pools, aborts, sampling.
 
-    \b
     Exit codes: 0 silent, and every position that was relied on was verified; 1 not so; 2 misuse.
 
     \b
     Examples:
-      kv-canary stress vllm-churn --steps 3000 --json bench/results/vllm_churn.json
+      kv-canary stress vllm-churn --steps 3000 \\
+        --json bench/results/vllm_churn.json
     """
     if importlib.util.find_spec("vllm") is None:
         raise click.UsageError("vllm is not installed here")

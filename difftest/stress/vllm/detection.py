@@ -335,18 +335,20 @@ def main(
     fault, and with the fault before kv-canary with seals. Each life is a fork of one engine.
 
     \b
-    text wrong       lives in which some request generated other tokens than without the fault
+    text wrong       lives in which some request generated other tokens than
+                     without the fault
     late             steps from the fault to the report, the median and the most
     blamed wrongly   lives with an incident that is not of what was damaged
 
-    \b
     Exit codes: 0 kv-canary found everything, and was silent in healthy lives; 1 it did not; 2 misuse.
 
     \b
     Examples:
-      kv-canary stress vllm --json bench/results/vllm_detection.json --page docs/vllm-detection.md
+      kv-canary stress vllm --json bench/results/vllm_detection.json \\
+        --page docs/vllm-detection.md
       kv-canary stress vllm --seeds 2 --fault freed --fault healthy --runner V2
-      kv-canary stress vllm --seeds 1 --fault "80 layers" --json bench/results/vllm_detection.json
+      kv-canary stress vllm --seeds 1 --fault "80 layers" \\
+        --json bench/results/vllm_detection.json
     """
     if importlib.util.find_spec("vllm") is None:
         raise click.UsageError("vllm is not installed here")

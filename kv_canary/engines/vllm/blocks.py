@@ -72,19 +72,21 @@ class Blocks:
         self._step += 1
         self._admitted.clear()
 
-    def admit(self, row: int, blocks: Sequence[Sequence[int]], computed: int) -> None:
+    def admit(self, row: int, blocks: Sequence[Sequence[int]], computed: int, *, hit: int | None = None) -> None:
         """Take in the blocks of a request that is new, or was put off.
 
         Args:
             row: the request's.
             blocks: of each of vLLM's groups, all that it has.
-            computed: tokens that are in the cache: blocks that these fill were hit, the others are handed out.
+            computed: tokens that are in the cache, or will be before they are read.
+            hit: how many of these were found there; None: all. Blocks behind those that these fill are handed out.
         """
+        hit = computed if hit is None else hit
         for i, group in enumerate(self._groups):
             ids = blocks[group.number]
             self._counts[i][row] = 0
             self._append(i, row, ids)
-            self._take(i, row, ids[-(-computed // group.block_size) :])
+            self._take(i, row, ids[-(-hit // group.block_size) :])
         self.ends[row] = computed
         if computed:
             self._admitted.append((row, computed))
@@ -120,6 +122,28 @@ class Blocks:
         ids = ids[: table.shape[1] - count]
         table[row, count : count + len(ids)] = ids
         self._counts[i][row] = count + len(ids)
+
+    def promise(self, blocks: Sequence[Sequence[int]], hit: int) -> None:
+        """Take in that blocks were handed out to a request that waits, and has no row yet.
+
+        Args:
+            blocks: of each of vLLM's groups, all that it has.
+            hit: tokens that were found in the cache: blocks behind those that these fill are handed out.
+        """
+        for i, group in enumerate(self._groups):
+            ids = blocks[group.number][-(-hit // group.block_size) :]
+            self._take(i, 0, ids)
+
+    def slots(self, row: int, start: int, end: int) -> dict[int, torch.Tensor]:
+        """Return the int64 slots of positions [start, end) of a row, by the number of vLLM's group; 0 where none is."""
+        found = {}
+        for i, group in enumerate(self._groups):
+            size = group.block_size
+            first, last = start // size, min(-(-end // size), int(self._counts[i][row]))
+            blocks = self._tables[i][row, first:last].astype(np.int64)
+            slots = np.where(np.repeat(blocks, size) > 0, slots_of(blocks, size), 0)
+            found[group.number] = torch.from_numpy(slots[start - first * size : end - first * size].copy())
+        return found
 
     def take_fresh(self) -> list[tuple[AttachedGroup, torch.Tensor]]:
         """Return the int64 slots of blocks that were handed out since the last call, by the group that has them."""

@@ -1,4 +1,4 @@
-"""The methods of vLLM's that call the canary: two of classes, and what a worker must have."""
+"""The methods of vLLM's that call the canary: three of classes, and what a worker must have."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ TESTED = "0.32.0"
 # Called once a worker's KV cache is there and empty, before it warms up.
 _INSTALLS = ("vllm.v1.worker.worker_base", "WorkerWrapperBase", "initialize_from_config")
 # Called in the process of the scheduler, which knows of requests what workers are not told.
+_MAKES = ("vllm.v1.core.sched.scheduler", "Scheduler", "__init__")
 _SCHEDULES = ("vllm.v1.core.sched.scheduler", "Scheduler", "schedule")
 # What is asked of a worker, by the object: its own methods, and what its runners have.
 WORKER = ("compile_or_warm_up_model", "execute_model", "sample_tokens", "shutdown", "sleep", "wake_up")
@@ -27,11 +28,14 @@ RUNNERS = {
 }
 
 
-def register(*, installs: Callable[[Any], None], schedules: Callable[[Any, Any], None]) -> None:
+def register(
+    *, installs: Callable[[Any], None], makes: Callable[[Any, Any], None], schedules: Callable[[Any, Any], None]
+) -> None:
     """Hook the methods of the classes; the second call does nothing.
 
     Args:
         installs: called with every worker whose KV cache has just been made.
+        makes: called with every scheduler that has just been made, and None.
         schedules: called with the scheduler and its output, behind every step that it makes.
 
     Raises:
@@ -42,6 +46,7 @@ def register(*, installs: Callable[[Any], None], schedules: Callable[[Any, Any],
     if version.partition("+")[0] != TESTED:
         logger.warning("kv-canary: vllm %s: the adapter is tested with %s; all that it hooks is there", version, TESTED)
     _call_behind(_INSTALLS, lambda wrapper, _: installs(wrapper.worker))
+    _call_behind(_MAKES, makes)
     _call_behind(_SCHEDULES, schedules)
 
 
@@ -63,7 +68,7 @@ def check() -> None:
     Raises:
         ValueError: one is not, which means that this version of vLLM is not one that the adapter knows.
     """
-    missing = [".".join(target) for target in (_INSTALLS, _SCHEDULES) if not _is_there(target)]
+    missing = [".".join(target) for target in (_INSTALLS, _MAKES, _SCHEDULES) if not _is_there(target)]
     if missing:
         raise ValueError(_unknown(missing))
 

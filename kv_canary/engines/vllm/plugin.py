@@ -24,7 +24,7 @@ def plugin() -> None:
         from kv_canary.engines.vllm import hooks
 
         CanaryConfig.from_env()
-        hooks.register(installs=_install, schedules=_tell)
+        hooks.register(installs=_install, makes=_follow, schedules=_tell)
     except (TypeError, ValueError) as error:
         raise SystemExit(str(error)) from error
     except Exception as error:
@@ -37,6 +37,13 @@ def _install(worker: Any) -> None:
     from kv_canary.engines.vllm.session import install
 
     install(worker)
+
+
+def _follow(scheduler: Any, _: Any) -> None:
+    """Follow what the connector of a scheduler brings from outside."""
+    from kv_canary.engines.vllm.told import follow
+
+    follow(scheduler)
 
 
 def _tell(scheduler: Any, output: Any) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress, count, repeat
 from operator import is_not
 from typing import Any
@@ -21,11 +21,13 @@ import torch
 
 from kv_canary.config import CanaryConfig
 from kv_canary.engines.patches import Patches
-from kv_canary.engines.vllm import hooks, pools, support, told, writes
+from kv_canary.engines.vllm import hooks, pools, support, writes
 from kv_canary.engines.vllm.blocks import Blocks, slots_of
 from kv_canary.engines.vllm.inputs import RunnerV1, RunnerV2, StepInputs, numbers
 from kv_canary.engines.vllm.requests import Composed, Member, Requests, identity_of, with_images
 from kv_canary.engines.vllm.results import Once
+from kv_canary.engines.vllm.told import Told, told
+from kv_canary.errors import must_be
 from kv_canary.output import logger
 from kv_canary.reports import CanaryViolationError
 from kv_canary.runtime.batch import ForwardBatch, ModelInputs
@@ -70,6 +72,22 @@ def _log_where_vllm_does() -> None:
 def sessions() -> list[Session]:
     """Return the sessions of this process."""
     return list(_sessions.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """KV that a connector brings for a request.
+
+    Args:
+        member: the request; its row may be another's later.
+        owner: its serial number.
+        start, end: positions [start, end) that it relies on.
+    """
+
+    member: Member
+    owner: int
+    start: int
+    end: int
 
 
 class Session:
@@ -143,8 +161,11 @@ class Session:
             self.manager.guard.contain(part, allocates=False)
             for part in ("taking in what was sampled", "following the scheduler's step", "following a forward")
         )
-        # Whether the scheduler has told of salts.
-        self._is_told = False
+        # Whether the scheduler has told what only it knows, and whether it must: where KV comes from outside.
+        self._is_told = support.has_connector(worker)
+        # What connectors have brought for requests of the step under way, and what they bring while it runs.
+        self._brought: list[Arrival] = []
+        self._arriving: list[Arrival] = []
         # Requests that were left out of forwards.
         self.left_out = 0
         self._watched: SingleForwardManager | None = None
@@ -236,6 +257,7 @@ class Session:
             raise
         finally:
             self._scheduled = None
+            self._drop_arrivals()
         if self._watched is not None:
             # Behind the model nobody has called us.
             self._give_up()
@@ -331,6 +353,10 @@ class Session:
         if watched is None:
             return
         self._pending = True
+        arrivals, self._arriving = self._arriving, []
+        if arrivals:
+            with self._contain("taking in what a connector has brought"):
+                self._adopt(arrivals)
         try:
             watched.tail(given=self._given)
             watched.end()
@@ -443,11 +469,15 @@ class Session:
                 self._leave(self.requests.end(name), is_over=True)
             for name in scheduled.preempted_req_ids or ():
                 self._leave(self.requests.pause(name), is_over=False)
-            salts = self._salts(scheduled)
+            told = self._told(scheduled)
             for new in scheduled.scheduled_new_reqs:
-                self._admit(new, salt=salts.get(new.req_id))
-            self._go_on(scheduled.scheduled_cached_reqs)
+                self._admit(new, told)
+            self._go_on(scheduled.scheduled_cached_reqs, told)
+            for coming in told.coming.values():
+                self._blocks.promise(coming.blocks, coming.start)
             self._hand_out(scheduled.kv_cache_block_copies or ())
+            arrived, self._brought = self._brought, []
+            self._adopt(arrived)
         if step.failed or part.failed or self._has_missed:
             # Who is running has text or blocks that nobody knows, and is left out until it ends.
             self._has_missed = False
@@ -457,25 +487,27 @@ class Session:
         if self._draft is not None and scheduled.total_num_scheduled_tokens:
             self._both.enter_context(self.manager.one_step())
 
-    def _salts(self, scheduled: Any) -> Mapping[str, str]:
-        """Return the cache salts of the requests that are new in a step.
+    def _told(self, scheduled: Any) -> Told:
+        """Return what the scheduler tells of a step.
 
         Raises:
-            RuntimeError: a scheduler that has told of salts tells no more: KV of requests with one would be others'.
+            RuntimeError: one that has told before, or must, tells nothing: KV of some requests would be others'.
         """
-        found = told.salts(scheduled)
+        found = told(scheduled)
         if found is None and self._is_told:
-            raise RuntimeError("kv-canary: vllm adapter: salts must be told at every step, got none")
+            expected = "sent with every step (salts, and what connectors bring)"
+            raise RuntimeError(must_be("vllm adapter", "what the scheduler knows", expected, "nothing"))
         self._is_told |= found is not None
-        return found or {}
+        return found or Told()
 
-    def _admit(self, new: Any, *, salt: str | None) -> None:
+    def _admit(self, new: Any, told: Told) -> None:
         tokens = new.prompt_token_ids if new.prefill_token_ids is None else new.prefill_token_ids
         tokens, shown = with_images(tokens, new.mm_features)
-        member = self.requests.start(new.req_id, tokens, identity=identity_of(new, salt=salt), shown=shown)
-        self._blocks.admit(member.row, new.block_ids, new.num_computed_tokens)
+        identity = identity_of(new, salt=told.salts.get(new.req_id))
+        member = self.requests.start(new.req_id, tokens, identity=identity, shown=shown)
+        self._place(member, new.block_ids, new.num_computed_tokens, told)
 
-    def _go_on(self, cached: Any) -> None:
+    def _go_on(self, cached: Any, told: Told) -> None:
         """Take in the blocks of requests that go on."""
         resumed, names, new = cached.resumed_req_ids, cached.req_ids, cached.new_block_ids
         # Most have the blocks that they had.
@@ -490,9 +522,48 @@ class Session:
                 continue
             if names[i] in resumed:
                 self.requests.resume(names[i], cached.all_token_ids.get(names[i]))
-                self._blocks.admit(member.row, blocks, cached.num_computed_tokens[i])
+                self._place(member, blocks, cached.num_computed_tokens[i], told)
             elif blocks is not None:
                 self._blocks.append(member.row, blocks)
+
+    def _place(self, member: Member, blocks: Sequence[Sequence[int]], computed: int, told: Told) -> None:
+        """Take in the blocks of a request that begins, or goes on after a break, and what was brought into them."""
+        here, now = told.here.get(member.name), told.now.get(member.name)
+        brought = here or now
+        self._blocks.admit(member.row, blocks, computed, hit=None if brought is None else min(brought.start, computed))
+        if brought is not None and brought.start < (end := min(brought.end, computed)):
+            arrival = Arrival(member=member, owner=member.owner, start=brought.start, end=end)
+            (self._brought if now is None else self._arriving).append(arrival)
+
+    def _adopt(self, arrivals: Sequence[Arrival]) -> None:
+        """Take what connectors have brought for what it should be: nobody has seen it written."""
+        for arrival in arrivals:
+            member, start, end = arrival.member, arrival.start, arrival.end
+            if not member.row or member.owner != arrival.owner:
+                continue
+            slots = self._blocks.slots(member.row, start, end)
+            for group in self.groups:
+                tokens = self.requests.tokens(member, 0, end + group.group.token_offset)
+                self.manager.adopt(
+                    group.group.name,
+                    slots[group.number],
+                    tokens,
+                    owner=member.owner,
+                    start=start,
+                    identity=member.identity,
+                )
+
+    def _drop_arrivals(self) -> None:
+        """Take in that nobody can say what was brought for a step whose forward nobody has followed."""
+        arrivals, self._arriving = self._arriving, []
+        if not arrivals or self.off:
+            return
+        with self._contain("forgetting what a connector has brought"):
+            for arrival in arrivals:
+                if arrival.member.row:
+                    slots = self._blocks.slots(arrival.member.row, arrival.start, arrival.end)
+                    for group in self.groups:
+                        self.manager.unverify(group.group.pool, slots[group.number])
 
     def _leave(self, member: Member | None, *, is_over: bool) -> None:
         """Take in that a request has given its blocks back, for good or for a while."""
@@ -535,7 +606,7 @@ class Session:
         if len(short):
             self.requests.lose(inputs.names[i] for i in short.tolist())
             composed = self.requests.compose(inputs.names)
-        pending = self._blocks.pending(composed.rows, inputs.prefix, inputs.extend)
+        pending = self._blocks.pending(composed.rows, *self._written(composed, inputs))
         self._composed, self._pending_tokens, self._is_whole = composed, pending, composed.which is None
         if composed.which is None:
             return inputs
@@ -553,6 +624,18 @@ class Session:
         if pending is not None:
             self._pending_tokens = pending[composed.which]
         return inputs.only(composed.which)
+
+    def _written(self, composed: Composed, inputs: StepInputs) -> tuple[Int64s, Int64s]:
+        """Return the first position that each request's step writes, and how many: what is brought by it included."""
+        prefix, extend = inputs.prefix, inputs.extend
+        if self._arriving:
+            at = {row: n for n, row in enumerate(composed.rows.tolist())}
+            prefix, extend = prefix.copy(), extend.copy()
+            for arrival in self._arriving:
+                if (n := at.get(arrival.member.row)) is not None:
+                    extend[n] += prefix[n] - arrival.start
+                    prefix[n] = arrival.start
+        return prefix, extend
 
     def _with_lengths(self, inputs: StepInputs) -> StepInputs:
         """Return the inputs with prefixes as they are: the engine's host takes it that every draft was right.

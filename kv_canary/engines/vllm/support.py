@@ -15,6 +15,12 @@ _ONE = {
     "prefill_context_parallel_size": "contexts are split over ranks",
 }
 
+# Connectors that do something else than to bring and to take blocks.
+_CONNECTORS = {
+    "HiSparseConnector": "tokens change places while they are read",
+    "ExampleHiddenStatesConnector": "what it keeps is no KV",
+}
+
 
 def check(worker: Any) -> None:
     """See that the adapter serves what a worker is configured for.
@@ -28,7 +34,6 @@ def check(worker: Any) -> None:
         if (size := getattr(config.parallel_config, name, 1) or 1) > 1:
             raise ValueError(must_be("vllm adapter", name, f"1 ({reason})", str(size)))
     unserved = {
-        "kv_transfer_config": (config.kv_transfer_config, "KV comes from outside, without records"),
         "ec_transfer_config": (getattr(config, "ec_transfer_config", None), "encoders run in another process"),
         "enable_dbo": (getattr(config.parallel_config, "enable_dbo", False), "forwards are split in two"),
         "enable_prompt_embeds": (config.model_config.enable_prompt_embeds, "prompts have no tokens"),
@@ -41,8 +46,23 @@ def check(worker: Any) -> None:
     for name, (value, reason) in unserved.items():
         if value:
             raise ValueError(must_be("vllm adapter", name, f"off ({reason})", "on"))
+    if named := [name for name in _connectors(config.kv_transfer_config) if name in _CONNECTORS]:
+        raise ValueError(must_be("vllm adapter", "kv_connector", f"another one ({_CONNECTORS[named[0]]})", named[0]))
     if config.model_config.is_encoder_decoder:
         raise ValueError(must_be("vllm adapter", "model", "without a cross-attention cache", "an encoder-decoder"))
+
+
+def _connectors(config: Any) -> list[str]:
+    """Return the names of the connectors that are configured, those inside of another one included."""
+    if config is None:
+        return []
+    inner = (config.kv_connector_extra_config or {}).get("connectors") or ()
+    return [str(config.kv_connector), *(str(each.get("kv_connector")) for each in inner)]
+
+
+def has_connector(worker: Any) -> bool:
+    """Whether KV comes from outside of the engine, or goes there."""
+    return worker.vllm_config.kv_transfer_config is not None
 
 
 def _check_kind(worker: Any) -> None:
