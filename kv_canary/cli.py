@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import click
@@ -163,9 +164,9 @@ def ops(name: str | None, markdown: bool, as_json: bool) -> None:
     elif markdown:
         click.echo(ops_page(), nl=False)
     elif name is None:
-        for spec in all_specs().values():
-            first = " ".join(spec.doc.split("\n\n")[0].split())
-            click.echo(f"{spec.name:18} {first}")
+        lines = click.HelpFormatter(width=shutil.get_terminal_size().columns)
+        lines.write_dl([(spec.name, " ".join(spec.doc.split("\n\n")[0].split())) for spec in all_specs().values()])
+        click.echo(lines.getvalue(), nl=False)
     else:
         try:
             section = op_section(get_spec(name))

@@ -62,7 +62,11 @@ def _show(found: Checkup, console: Console) -> None:
     from kv_canary.commands.trial import CACHED, REQUESTS
 
     def section(title: str, rows: list[tuple[str, str, str]]) -> None:
-        table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+        console.print(Text(title, style="italic"))
+        table = Table(show_header=False, box=None, padding=(0, 2))
+        for column in ("mark", "name", "words"):
+            # Nothing is cut off: a path may be longer than its column.
+            table.add_column(column, overflow="fold", no_wrap=column == "mark")
         for mark, name, words in rows:
             style = {"yes": "green", "no": "red"}.get(mark, "dim")
             table.add_row(Text(mark, style=style), Text(name), Text(words))

@@ -571,16 +571,26 @@ def problems(found: Results) -> Iterator[str]:
 
 
 def show(found: Results, console: Console) -> None:
-    """Print every result: fresh or stale, and how to make it anew."""
+    """Print every result: fresh or stale, and how to make it anew. A list: names and commands are long."""
+    from rich.padding import Padding
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title="bench/results, held against the code that is here")
-    for column in ("result", "is", "changed since", "measured at", "made anew by"):
-        table.add_column(column, overflow="fold")
+    console.print("bench/results, held against the code that is here:\n", highlight=False)
     for r in found.values():
-        state = "[red]stale[/red]" if r.changed else "[green]fresh[/green]"
-        table.add_row(r.name, state, ", ".join(r.changed), r.commit, KINDS[r.kind].command)
-    console.print(table)
+        state = ("stale", "bold red") if r.changed else ("fresh", "bold green")
+        console.print(Text.assemble((r.name, "bold"), " is ", state))
+        facts = Table.grid(padding=(0, 2, 0, 0))
+        facts.add_column(style="dim", no_wrap=True)
+        facts.add_column(overflow="fold")
+        for name, words in (
+            ("changed since", ", ".join(r.changed)),
+            ("measured at", r.commit),
+            ("made anew by", KINDS[r.kind].command),
+        ):
+            if words:
+                facts.add_row(name, Text(words))
+        console.print(Padding(facts, (0, 0, 0, 2)))
 
 
 @click.command()
@@ -592,8 +602,9 @@ def evidence(write: bool, as_json: bool) -> None:
     A result in bench/results carries a digest of the code that it rests on; it is stale once that code is another.
     Stale is no fault: a page that quotes a stale result without saying so is.
 
-    \b
     Exit codes: 0 every page says of what it quotes whether it is of this code, 1 one does not, 2 no checkout.
+
+    \b
     Examples:
       kv-canary evidence
       kv-canary evidence --write

@@ -29,8 +29,10 @@ def report(bundle: Path, as_json: bool, html_path: Path | None) -> None:
     \b
     Examples:
       kv-canary report bundles/incident-4711-5ba1c0de-0001.json
-      kv-canary report bundles/incident-4711-5ba1c0de-0001.json --html incident.html
-      kv-canary report bundles/incident-4711-5ba1c0de-0001.json --json | jq .incident.cause
+      kv-canary report bundles/incident-4711-5ba1c0de-0001.json \\
+        --html incident.html
+      kv-canary report bundles/incident-4711-5ba1c0de-0001.json --json \\
+        | jq .incident.cause
     """
     from rich.console import Console
 

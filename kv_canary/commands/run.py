@@ -117,7 +117,8 @@ def run(
     Examples:
       kv-canary run -- python serve.py
       kv-canary run -- vllm serve Qwen/Qwen3-8B
-      kv-canary run --mode raise --set stride=1 --json verdict.json -- pytest tests/serving
+      kv-canary run --mode raise --set stride=1 --json verdict.json -- \\
+        pytest tests/serving
     """
     environment = {**os.environ, **environment_of(settings)}
     if mode is not None or environment.get(MODE, "off").lower() in ("", "0", "off", "none"):

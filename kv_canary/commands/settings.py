@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import re
+import shutil
 import textwrap
 import typing
 from dataclasses import dataclass
@@ -130,11 +131,14 @@ def settings(name: str | None, markdown: bool, as_json: bool) -> None:
         from kv_canary.errors import must_be
 
         raise click.UsageError(must_be("settings", "NAME", "a setting, or a part of one", repr(name)))
+    # As wide as the terminal, and no wider than can be read; nothing that may be set is broken.
+    width = min(shutil.get_terminal_size().columns, 100)
+    lines = textwrap.TextWrapper(width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     for setting in found:
-        click.echo(f"{setting.variable}={setting.default}    ({setting.values})")
+        click.echo(lines.fill(f"{setting.variable}={setting.default}    ({setting.values})"))
         if name is not None:
             text = _sentence(setting.doc) + (f" Cost: {setting.cost}." if setting.cost else "")
-            click.echo(textwrap.indent(textwrap.fill(text, 96), "    "))
+            click.echo(lines.fill(f"    {text}"))
 
 
 # Underscores in the prefix of the canary's own settings; and types in words.

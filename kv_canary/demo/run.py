@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 import transformers
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from kv_canary.backends import select_backend
 from kv_canary.config import CanaryConfig
@@ -168,6 +170,26 @@ def _plant(
     )
 
 
+def _narrow_table(title: str) -> Table:
+    """Return an empty table that spends no room on lines, so that 80 columns hold it."""
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+
+
+def _faults_table(model: str, faults: Sequence[FaultResult]) -> Table:
+    """Return what became of the faults that were planted under a model: what each did stands below its name."""
+    table = _narrow_table(f"Planted faults: {model}")
+    table.add_column("fault,\nand what it did")
+    for column in ("at\nstep", "steps\nlate", "slot"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("found as,\nby", no_wrap=True)
+    for f in faults:
+        fault = Text.assemble((f.name, "bold"), "\n", f.where or ("never: no right moment came", "bold red"))
+        numbers = ("" if n is None else str(n) for n in (f.planted_step, f.steps_late, f.slot))
+        found = Text(f"{' + '.join(f.reasons)}\n{f.tag}") if f.found else Text("NOT FOUND", style="bold red")
+        table.add_row(fault, *numbers, found)
+    return table
+
+
 def _show(result: DemoResult, clean: dict[str, Served], console: Console) -> None:
     table = Table(title=f"Healthy: {result.engine}, backend {result.backend} on {result.device}")
     for column in ("model", "answers", "forwards", "positions verified", "violations"):
@@ -177,25 +199,20 @@ def _show(result: DemoResult, clean: dict[str, Served], console: Console) -> Non
         table.add_row(name, *(f"{n:,}" for n in row))
     console.print(table)
 
-    table = Table(title="Planted faults")
-    for column in ("model", "fault", "planted", "at step", "found as", "by", "steps late", "slot"):
-        table.add_column(column, justify="right" if column in ("at step", "steps late", "slot") else "left")
-    for f in result.faults:
-        found = " + ".join(f.reasons) if f.found else "[bold red]NOT FOUND"
-        planted = f.where or "[bold red]never: no right moment came"
-        numbers = ("" if n is None else str(n) for n in (f.planted_step, f.steps_late, f.slot))
-        step, late, slot = numbers
-        table.add_row(f.model, f.name, planted, step, found, f.tag or "", late, slot)
-    console.print(table)
+    for name in clean:
+        console.print()
+        console.print(_faults_table(name, [f for f in result.faults if f.model == name]))
+    console.print()
     example = next((f.report for f in result.faults if f.report), None)
     if example:
         console.print(f"A report in full: {example}", highlight=False)
 
     if result.random_bits:
-        table = Table(title="Bits flipped in any byte of any layer; a scrub of the seals follows each forward")
-        counted = ("layers", "flipped", "sampled", "found by sample", "found by seals", "gone first", "steps to seals")
-        for column in ("model", *counted):
-            table.add_column(column, justify="left" if column == "model" else "right")
+        console.print()
+        table = _narrow_table("Bits flipped in any byte of any layer; a scrub of the seals follows each forward")
+        found = ("found by\nsample", "found by\nseals", "gone\nfirst", "steps to\nseals")
+        for column in ("model", "layers", "flipped", "sampled", *found):
+            table.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
         for b in result.random_bits:
             counts = (b.layers, b.flipped, b.sampled, b.found_by_sample, b.found_by_seals, b.gone)
             steps = (
@@ -203,6 +220,7 @@ def _show(result: DemoResult, clean: dict[str, Served], console: Console) -> Non
             )
             table.add_row(b.model, *map(str, counts), steps)
         console.print(table)
+        console.print()
         for b in (b for b in result.random_bits if not b.passed):
             console.print(f"[bold red]wrong[/] {b.layers} layers: {b}", highlight=False)
 

@@ -26,12 +26,14 @@ class Circumstances:
         group: where it happened.
         arrived: the first step of the request that reads; None if that is forgotten.
         overwritten: (step, incident) in which another request was seen to write to one of the slots.
+        wrote: (step, owner, position) -> whether a forward of that step wrote it; None if that is forgotten.
         name_of_owner: returns the request of an owner's number; None where that is forgotten.
     """
 
     group: BufferGroup
     arrived: int | None = None
     overwritten: tuple[int, int] | None = None
+    wrote: Callable[[int, int, int], bool | None] = lambda step, owner, position: None
     name_of_owner: Callable[[int], str | None] = lambda owner: None
 
 
@@ -43,8 +45,19 @@ def cause_of_one(
     group: BufferGroup,
     *,
     is_write: bool,
+    came: bool = False,
 ) -> str:
-    """Guess the cause of one violation from its reasons."""
+    """Guess the cause of one violation from its reasons.
+
+    Args:
+        reasons: of the row.
+        row: of the violation.
+        record: that was read, or is replaced.
+        request_id: who reads or writes.
+        group: where.
+        is_write: whether a write has found it.
+        came: whether it is known that no forward wrote the record: it was copied, loaded or taken in.
+    """
     position = row.position
     if Reason.BATCH in reasons:
         if row.previous != row.row:
@@ -77,6 +90,8 @@ def cause_of_one(
     if Reason.NEVER_WRITTEN in reasons:
         return "mapped, but nothing ever wrote there: a missing copy or load, or a wrong table entry"
     if Reason.FREED in reasons:
+        if _was_freed_as_another(row):
+            return _never_filled("there")
         return "use after free: the slot was freed while a request still reads it"
     if record is None:
         return "unknown"
@@ -89,7 +104,10 @@ def cause_of_one(
                 "what lies there is not what the model handed over: it was written elsewhere, in another layer, as the "
                 "other half or not at all, or something else wrote there in the same forward"
             )
-        if _zeroed(reasons, record, row.observed_kv, group):
+        zeroed = _zeroed(reasons, record, row.observed_kv, group)
+        if came:
+            return _came_otherwise("the slot", [record.step], zeroed=zeroed)
+        if zeroed:
             return "the bytes are all zero: the slot or its page was zeroed after it was written"
         return "the K/V bytes changed after they were written: a stray write, a copy race or memory corruption"
     foreign = record.request_id != request_id or record.request_id is None
@@ -107,6 +125,30 @@ def cause_of_one(
     if Reason.TOKEN in reasons:
         return "the slot holds another token of this position: an old branch of the text, or a wrong prefix"
     return "the right token after another prefix: the entry before it, or the whole prefix, is another's"
+
+
+def _never_filled(where: str) -> str:
+    """Say that slots were freed by somebody else, and not written for who reads them."""
+    return (
+        f"nobody has written {where} since it was freed with another token: handed out or cached and never filled, a "
+        "copy or load that never came, or a wrong table entry"
+    )
+
+
+def _was_freed_as_another(row: ViolationRow) -> bool:
+    """Whether a slot that was freed held another token than the one that is expected there."""
+    return row.has_record and row.token >= 0 and row.identity & 0xFFFFFFFF != row.token & 0xFFFFFFFF
+
+
+def _came_otherwise(where: str, steps: Sequence[int], *, zeroed: bool) -> str:
+    """Say that bytes are not those that were copied, loaded or taken in."""
+    when = f"at step {_span(steps)}"
+    if zeroed:
+        return f"the bytes of {where} are all zero: the copy or load that was to bring them {when} never came in full"
+    return (
+        f"the bytes of {where} are not those that a copy or load was to bring {when}: it came late, took them from "
+        "another place or too early, or something has written over them since"
+    )
 
 
 def _damaged_word(reasons: Reason, row: ViolationRow) -> str | None:
@@ -159,13 +201,15 @@ def cause_of_many(members: Sequence[Member], first: ViolationReport, around: Cir
     if Reason.NEVER_WRITTEN in reasons and pages.aligned:
         return f"mapped, but nothing ever wrote there: the copy or load of {pages.text} is missing"
     if reasons and not reasons & ~BYTES:
-        return _bytes_cause(members, reasons, around.group, pages)
+        return _bytes_cause(members, reasons, around, pages)
     return first.cause
 
 
 def _freed_cause(members: Sequence[Member], around: Circumstances, pages: _Pages) -> str:
     """Say who freed slots that are still read, and who has written to them since."""
     freed = [m for m in members if Reason.FREED in m.reasons]
+    if len(freed) == len(members) and all(_was_freed_as_another(m.first) for m in freed):
+        return _never_filled(f"to any of {pages.text if pages.whole else f'{len(members)} slots'}")
     what = pages.text if pages.whole else f"{len(members)} slots"
     by = _name(freed[0].writer, around)
     steps = _span([m.writer_step for m in freed])
@@ -221,10 +265,13 @@ def _content_cause(members: Sequence[Member], first: ViolationReport, around: Ci
     )
 
 
-def _bytes_cause(members: Sequence[Member], reasons: Reason, group: BufferGroup, pages: _Pages) -> str:
+def _bytes_cause(members: Sequence[Member], reasons: Reason, around: Circumstances, pages: _Pages) -> str:
     """Guess why the bytes of several slots are not those that were recorded."""
-    where = pages.text if pages.whole else f"{len(members)} slots"
-    if all(_zeroed_member(m, group) for m in members):
+    group, where = around.group, pages.text if pages.whole else f"{len(members)} slots"
+    zeroed = all(_zeroed_member(m, group) for m in members)
+    if all(around.wrote(m.writer_step, m.writer, m.stored_position) is False for m in members):
+        return _came_otherwise(where, [m.writer_step for m in members], zeroed=zeroed)
+    if zeroed:
         return f"the bytes of {where} are all zero: they were zeroed after they were written"
     sources = [s for r, s in ((Reason.K, group.pool.k_source), (Reason.V, group.pool.v_source)) if r in reasons and s]
     layers = {m.stored_position % len(s.layers) for m in members for s in sources}

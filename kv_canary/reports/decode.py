@@ -32,6 +32,7 @@ class Decoder:
         intact_at: (row) -> the last step of which it is known that the bytes of a slot that was found damaged were
             those that were sealed; None: nobody can say.
         readers_since: (row, step) -> the requests that have had its slot in their rows behind that step.
+        wrote: (step, owner, position) -> whether a forward of that step wrote it; None where that is forgotten.
     """
 
     def __init__(
@@ -43,11 +44,12 @@ class Decoder:
         redactor: Redactor | None = None,
         intact_at: Callable[[ViolationRow], int] | None = None,
         readers_since: Callable[[ViolationRow, int], Sequence[str]] = lambda row, step: (),
+        wrote: Callable[[int, int, int], bool | None] = lambda step, owner, position: None,
     ) -> None:
         self._groups = groups
         self._intact_at, self._readers_since = intact_at, readers_since
         self._name_of_row, self._name_of_owner = name_of_row, name_of_owner
-        self.redactor = redactor
+        self.redactor, self.wrote = redactor, wrote
 
     def name_of_row(self, step: int, row: int) -> str | None:
         """Return how reports call the request that ran in a row at a step; None if that is forgotten."""
@@ -105,9 +107,15 @@ class Decoder:
             "intact_at": intact_at,
             "readers": tuple(readers),
             # It names no token, and what is damaged shows in the words as they are.
-            "cause": cause_of_one(reasons, found, record, request_id, group, is_write=writing),
+            "cause": cause_of_one(
+                reasons, found, record, request_id, group, is_write=writing, came=self._has_come(record)
+            ),
         }
         return ViolationReport(**report, sentence=_sentence(report, writing))
+
+    def _has_come(self, record: StoredRecord | None) -> bool:
+        """Whether it is known that no forward wrote a record: it was copied, loaded or taken in."""
+        return record is not None and self.wrote(record.step, record.owner, record.position) is False
 
     def record(self, identity: int, chain: int, kv: int, writer: int) -> StoredRecord:
         """Return the record of these four words."""

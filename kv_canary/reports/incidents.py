@@ -264,6 +264,7 @@ class IncidentTracker:
             arrived=self._arrived(step, leading.row),
             overwritten=overwritten,
             name_of_owner=self._decoder.name_of_owner,
+            wrote=self._decoder.wrote,
         )
         self.count += 1
         number = next(self._numbers)

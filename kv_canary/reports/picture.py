@@ -1,4 +1,4 @@
-"""A bundle as one HTML page: the slot timeline drawn, and the positions around the fault below it."""
+"""A bundle as one HTML page, for a phone as well: the cause, a summary, the slot timeline drawn, and the details."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from html import escape
 
 from kv_canary.errors import printable
 from kv_canary.reports.bundle import Bundle
-from kv_canary.reports.incidents import Incident
+from kv_canary.reports.incidents import Incident, requests_text
 from kv_canary.reports.neighbourhood import LEFT, Neighbour, Neighbourhood
-from kv_canary.reports.text import cells, is_faulty
+from kv_canary.reports.text import cells, is_faulty, steps_text, versions_text, where_text
 
 # Writers that get a colour of their own: the ones with most slots; the others share a grey.
 NUM_COLOURS = 6
@@ -24,13 +24,21 @@ _STYLE = """
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e8ebef; --soft: #a3adb8; --line: #3a424b; --paper: #14181d; --bad: #ff6b78;
     --c0: #6aa6ea; --c1: #f0a04b; --c2: #5cc48d; --c3: #b793ea; --c4: #d9bb45; --c5: #54c3cd; --c6: #7d8791; } }
-body { margin: 1.5rem; background: var(--paper); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; }
-h1 { font-size: 1.25rem; } h2 { font-size: 1rem; margin-top: 1.6rem; }
-.wide { overflow-x: auto; } .soft { color: var(--soft); } .bad { color: var(--bad); font-weight: 600; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .7rem; border-bottom: 1px solid var(--line); text-align: right; }
+body { margin: 1.5rem; background: var(--paper); color: var(--ink); font: 15px/1.45 system-ui, sans-serif;
+  overflow-wrap: anywhere; }
+h1 { font-size: 1.25rem; margin: .2rem 0 1rem; max-width: 50rem; } h2 { font-size: 1rem; margin: 1.6rem 0 .4rem; }
+p { margin: .4rem 0; max-width: 50rem; } .soft { color: var(--soft); } .bad { color: var(--bad); font-weight: 600; }
+dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .25rem 1rem; margin: 0; max-width: 50rem; }
+dt { color: var(--soft); } dd { margin: 0; }
+/* What is wider than the page scrolls in itself; where it can be said, it begins at the fault. */
+.wide { overflow-x: auto; max-width: 100%; } .picture { position: relative; width: max-content; }
+.start { position: absolute; top: 0; width: 1px; height: 1px; scroll-initial-target: nearest; }
+table { border-collapse: separate; border-spacing: 0; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+th, td { padding: .2rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th { color: var(--soft); font-weight: 500; } td.text, th.text { text-align: left; }
-tr.fault td { background: color-mix(in srgb, var(--bad) 12%, transparent); }
+th:first-child, td:first-child { position: sticky; left: 0; background: var(--paper); }
+tr.fault td { background: color-mix(in srgb, var(--bad) 12%, var(--paper)); }
+@media (max-width: 40rem) { body { margin: 1rem; } th, td { padding: .2rem .5rem; } }
 .legend { display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; list-style: none; padding: 0; }
 .legend i { display: inline-block; width: .8rem; height: .8rem; margin-right: .4rem; border-radius: 2px; }
 svg { display: block; } svg text { fill: var(--soft); font: 11px system-ui, sans-serif; }
@@ -87,8 +95,8 @@ def page(bundle: Bundle) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">""",
         f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{_text(title)}</h1><p>{_text(incident.sentence)}</p>",
-        f'<p class="soft">Saved {_text(bundle.written)}; {_text(_versions(bundle))}</p>',
+        f'<p class="soft">{_text(title)}</p><h1>{_text(_capital(incident.cause))}</h1>',
+        _summary(bundle),
     ]
     if timeline is not None and timeline.rows:
         whose = f"request {timeline.request}" if timeline.request is not None else "slots side by side"
@@ -98,12 +106,32 @@ def page(bundle: Bundle) -> str:
             f"<h2>Who wrote the slots of {_text(whose)}, and when</h2>",
             f'<p class="soft">As of step {timeline.as_of_step}, in {_text(timeline.group)}.{moved}',
             "Further up is later; a ring and a triangle mark what is wrong, an empty box a slot without a record.</p>",
-            f'<div class="wide">{_svg(drawing, timeline)}</div>{_legend(drawing)}',
+            f'<div class="wide"><div class="picture">{_start(drawing)}{_svg(drawing, timeline)}</div></div>',
+            _legend(drawing),
         ]
     around = incident.neighbourhood or timeline
     if around is not None and around.rows:
         parts.append(f'<h2>Around the fault</h2><div class="wide">{_table(around, incident)}</div>')
+    parts.append(f"<h2>In full</h2><p>{_text(incident.sentence)}</p>")
+    parts.append(f'<p class="soft">{_text(versions_text(bundle))}</p>')
     return "\n".join([*parts, "</body></html>", ""])
+
+
+def _summary(bundle: Bundle) -> str:
+    """Return what was found, in which request, where and when, and the canary's verdict then, as a list."""
+    incident = bundle.incident
+    steps = steps_text(incident)
+    facts = (
+        ("what", f"{' + '.join(incident.reasons)}, {incident.count} violation{'' if incident.count == 1 else 's'}"),
+        ("request", requests_text(incident.requests, count=incident.num_requests).removeprefix("request ")),
+        ("where", f"{where_text(incident)} of {incident.group}"),
+        ("when", f"step{'' if steps.isdigit() else 's'} {steps}; saved {bundle.written}"),
+        ("written by", incident.writer or ""),
+        ("found by", " + ".join(incident.tags)),
+        ("verdict", str(bundle.summary.get("verdict") or "")),
+        ("watching", str(bundle.summary.get("watching") or "")),
+    )
+    return f"<dl>{''.join(f'<dt>{name}</dt><dd>{_text(words)}</dd>' for name, words in facts if words)}</dl>"
 
 
 def layout(timeline: Neighbourhood, incident: Incident) -> Drawing:
@@ -137,6 +165,12 @@ def layout(timeline: Neighbourhood, incident: Incident) -> Drawing:
         steps=tuple((step, lanes[step] + lane / 2) for step in steps),
         writers=tuple(names),
     )
+
+
+def _start(drawing: Drawing) -> str:
+    """Return a mark at which a picture that is wider than the page begins: a little before the first fault."""
+    left = next((c.x for c in drawing.columns if c.faulty), 0.0)
+    return f'<i class="start" style="left: {max(left - 2 * _LEFT, 0):.0f}px"></i>'
 
 
 def _svg(drawing: Drawing, timeline: Neighbourhood) -> str:
@@ -188,14 +222,17 @@ def _legend(drawing: Drawing) -> str:
 
 
 def _table(around: Neighbourhood, incident: Incident) -> str:
-    names = ("position", "slot", "holds token", "of position", "expected", "written by", "at step", "verdict")
+    # The verdict comes early: it is seen without scrolling.
+    names = ("position", "slot", "verdict", "holds token", "of position", "expected", "written by", "at step")
     text = {"written by", "verdict"}
     head = "".join(f"<th{' class=text' if n in text else ''}>{n}</th>" for n in names)
     lines = []
     for row in around.rows:
+        position, slot, *others, verdict = cells(row)
         kinds = ["text" if n in text else "" for n in names]
-        kinds[-1] = "text bad" if set(row.verdict) - {LEFT} else "text"
-        inner = "".join(f'<td class="{k}">{_text(c)}</td>' for k, c in zip(kinds, cells(row), strict=True))
+        kinds[2] = "text bad" if set(row.verdict) - {LEFT} else "text"
+        words = (position, slot, verdict, *others)
+        inner = "".join(f'<td class="{k}">{_text(c)}</td>' for k, c in zip(kinds, words, strict=True))
         fault = ' class="fault"' if is_faulty(row, around, incident) else ""
         lines.append(f"<tr{fault}>{inner}</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
@@ -211,8 +248,8 @@ def _writer(row: Neighbour) -> str:
     return row.writer or (f"owner {row.owner}" if row.owner else "unknown")
 
 
-def _versions(bundle: Bundle) -> str:
-    return ", ".join(f"{k} {v}" for k, v in bundle.versions.items() if v is not None)
+def _capital(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def _text(text: str) -> str:

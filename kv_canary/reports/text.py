@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -22,12 +23,14 @@ def show(bundle: Bundle, console: Console) -> None:
     console.print(Text(printable(incident.sentence), style="bold"))
     console.print(_facts(bundle))
     if incident.neighbourhood is not None and incident.neighbourhood.rows:
+        console.print()
         console.print(neighbourhood_table(incident.neighbourhood, incident))
     if len(bundle.reports) > 1:
         shown = bundle.reports[:MOST_SENTENCES]
+        console.print()
         console.print(Text(f"The first {len(shown)} of {incident.count} violations; --json has {len(bundle.reports)}:"))
         for report in shown:
-            console.print(Text(f"  {printable(report.sentence)}"))
+            console.print(Padding(Text(printable(report.sentence)), (0, 0, 0, 2)))
 
 
 def neighbourhood_table(around: Neighbourhood, incident: Incident) -> Table:
@@ -35,13 +38,16 @@ def neighbourhood_table(around: Neighbourhood, incident: Incident) -> Table:
     title = f"Around it, as of step {around.as_of_step}" + (
         "; the table has changed since it was found" if around.moved else ""
     )
-    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("position", "slot", "holds token", "of position", "expected", "written by", "at step", "verdict"):
-        words = column in ("written by", "verdict")
-        table.add_column(column, justify="left" if words else "right", overflow="fold", no_wrap=column == "position")
+    # 80 columns hold it: what has to wrap is the name of a writer, and a verdict between its words.
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    for column in ("position", "slot", "holds\ntoken", "of\nposition", "expected", "at\nstep"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("written by", overflow="fold", min_width=10)
+    table.add_column("verdict", min_width=max(len(word) for row in around.rows for word in cells(row)[-1].split()))
     for row in around.rows:
         style = "bold" if is_faulty(row, around, incident) else ""
-        table.add_row(*(Text(cell, style=style) for cell in cells(row)[:-1]), verdict_text(row))
+        *numbers, by, step, _ = (Text(cell, style=style) for cell in cells(row))
+        table.add_row(*numbers, step, by, verdict_text(row))
     return table
 
 
@@ -70,28 +76,38 @@ def verdict_text(row: Neighbour) -> Text:
     return Text(text, style="green" if text == "ok" else "dim" if text == "LEFT_WINDOW" else "bold red")
 
 
+def where_text(incident: Incident) -> str:
+    """Return an incident's positions and slots in words."""
+    return f"{ranges_text('position', incident.positions)}; {ranges_text('slot', incident.slots)}"
+
+
+def steps_text(incident: Incident) -> str:
+    """Return the step in which an incident was found, or the first and the last of several."""
+    first, last = incident.first_step, incident.last_step
+    return f"{first}" if first == last else f"{first} to {last}"
+
+
+def versions_text(bundle: Bundle) -> str:
+    """Return the versions of what was installed, in a line."""
+    return ", ".join(f"{k} {v}" for k, v in bundle.versions.items() if v is not None)
+
+
 def _facts(bundle: Bundle) -> Table:
     incident = bundle.incident
     table = Table(show_header=False, box=None, pad_edge=False)
-    steps = (
-        f"{incident.first_step}"
-        if incident.first_step == incident.last_step
-        else (f"{incident.first_step} to {incident.last_step}")
-    )
-    known = {k: v for k, v in bundle.versions.items() if v is not None}
     for name, value in (
         ("who", requests_text(incident.requests, count=incident.num_requests)),
-        ("where", f"{ranges_text('position', incident.positions)}; {ranges_text('slot', incident.slots)}"),
+        ("where", where_text(incident)),
         ("group", incident.group),
         ("reasons", " + ".join(incident.reasons)),
         ("found by", " + ".join(incident.tags)),
         ("written by", incident.writer or ""),
-        ("steps", steps),
+        ("steps", steps_text(incident)),
         ("violations", str(incident.count)),
         ("likely", incident.cause),
         ("saved", bundle.written),
         ("watching", str(bundle.summary.get("watching", ""))),
-        ("versions", ", ".join(f"{k} {v}" for k, v in known.items())),
+        ("versions", versions_text(bundle)),
     ):
         if value:
             table.add_row(Text(name, style="dim"), Text(printable(value)))

@@ -83,6 +83,7 @@ class Accounts:
             redactor=self.redactor,
             intact_at=self._intact_at,
             readers_since=self._readers_since,
+            wrote=self._steps.wrote,
         )
         self._desk = IncidentReporter(
             self._decoder, config=config, steps=self._steps, summary=self._summary_now, numbers=numbers

@@ -91,6 +91,21 @@ class StepHistory:
         forwards = (f for s in reversed(self._steps) for f in reversed(s.forwards))
         return next((r for f in forwards if (r := f.find_owner(owner)) is not None), None)
 
+    def wrote(self, number: int, owner: int, position: int) -> bool | None:
+        """Whether a forward of step `number` wrote this position of the request with `owner`; None: it is forgotten.
+
+        What has a record of that step and was not written by its forwards was copied, loaded or taken in.
+        """
+        step = self.find(number)
+        if step is None or step.broken:
+            return None
+        for forward in step.forwards:
+            its = (forward.owners == owner).nonzero()[0]
+            for i in its.tolist():
+                if 0 <= position - int(forward.prefix[i]) < int(forward.extend[i]):
+                    return True
+        return False
+
     def latest(self, number: int, row: int) -> tuple[StepRecord, ForwardRequest] | None:
         """Return the latest step with the request that ran in `row` at step `number`, and how it ran there.
 

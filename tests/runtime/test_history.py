@@ -35,3 +35,20 @@ def test_when_a_request_came_is_told_where_it_can_be_known(steps: int, came: int
         history.append(StepRecord(number=number, tables={"full": torch.zeros(1, 1)}, forwards=[batch]))
     assert history.arrived(steps, 3) == told
     assert history.arrived(steps, 9) is None
+
+
+def test_what_no_forward_wrote_has_come_from_elsewhere() -> None:
+    history = StepHistory()
+    # Row 3 writes position 4 at step 1, and 5 at step 2; nobody with owner 9 is there.
+    for number in (1, 2):
+        there = kc.ForwardRequest(
+            request_id="a", row=3, owner=7, prefix_len=3 + number, extend_len=1, tokens=np.arange(4 + number)
+        )
+        batch = kc.BatchRequests.of([request("b", row=1, owner=2), there])
+        history.append(StepRecord(number=number, forwards=[batch]))
+    assert [history.wrote(1, 7, position) for position in (3, 4, 5)] == [False, True, False]
+    assert history.wrote(2, 7, 5)
+    assert history.wrote(2, 9, 5) is False
+    assert history.wrote(3, 7, 5) is None
+    history.append(StepRecord(number=3, broken=True))
+    assert history.wrote(3, 7, 5) is None

@@ -607,3 +607,33 @@ def test_a_page_written_in_the_step_in_which_the_request_came_was_not_written_be
     incident = only(engine)
     assert incident.positions == ((4, 7),)
     assert incident.cause == "a page reused while in use: request d wrote 1 whole page at step 3"
+
+
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_bytes_that_a_copy_should_have_brought_are_not_said_to_have_changed(engine: PagedEngine, zeroed: bool) -> None:
+    a, table, pool = engine.requests["a"], engine.tables["full"], engine.groups[0].pool
+    # Another page gets the records; its bytes never come, or come from elsewhere.
+    src, dst = table[a.row, 4:8].long().clone(), torch.arange(100, 104)
+    engine.manager.move(pool, src, dst, owner=a.owner)
+    for half in "KV":
+        for layer in flat_layers(pool, half):
+            layer[dst] = 0 if zeroed else 7
+    table[a.row, 4:8] = dst.to(table.dtype)
+    read(engine, "a")
+    incident = only(engine)
+    said = "all zero: the copy or load that was to bring them" if zeroed else "are not those that a copy or load was"
+    assert said in incident.cause
+    assert "changed after they were written" not in incident.cause
+
+
+def test_a_freed_slot_of_another_token_was_never_filled(engine: PagedEngine) -> None:
+    c, d = engine.add("c", 40), engine.add("d", 40)
+    engine.step((c, 8), (d, 12))
+    table = engine.tables["full"]
+    theirs = table[c.row, 4:8].long()
+    engine.manager.retire(engine.groups[0].pool, theirs)
+    table[d.row, 4:8] = theirs.to(table.dtype)
+    read(engine, "d")
+    incident = incidents(engine)[0]
+    assert "nobody has written to any of" in incident.cause
+    assert "handed out or cached and never filled" in incident.cause

@@ -210,6 +210,28 @@ def test_a_terminal_shows_the_fault_and_no_control_characters(saved: list[Path])
     assert sum(line.rstrip().endswith(" ok") for line in text.splitlines()) > 8
 
 
+@pytest.mark.parametrize("writer", ["user17.turn3", "chatcmpl-6f9e2c0b7d1a4f35"])
+def test_80_columns_break_neither_a_verdict_nor_a_writer(saved: list[Path], writer: str) -> None:
+    bundle = the(saved, "K")
+    around = bundle.incident.neighbourhood
+    assert around is not None
+    verdicts = itertools.cycle([("NEVER_WRITTEN",), ("CHAIN", "POSITION", "TOKEN"), ()])
+    held = {"slot": 1234567, "token": 151643, "stored_position": 131072, "expected_token": 151643, "writer": writer}
+    rows = tuple(dataclasses.replace(row, **held, verdict=next(verdicts)) for row in around.rows)
+    around = dataclasses.replace(around, rows=rows)
+    bundle = dataclasses.replace(bundle, incident=dataclasses.replace(bundle.incident, neighbourhood=around))
+    out = io.StringIO()
+    show(bundle, Console(file=out, width=80, no_color=True))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    table = [line.split() for line in lines if "1234567" in line]
+    assert len(table) == len(rows)
+    # A name that does not fit goes on in the next line, by more than a few letters.
+    assert all(writer.startswith(words[6]) and len(words[6]) >= 12 for words in table)
+    assert sum("NEVER_WRITTEN" in words for words in table) == len(rows[::3])
+    assert sum(words[7:10] == ["CHAIN", "+", "POSITION"] for words in table) == len(rows[1::3])
+
+
 class Reader(html.parser.HTMLParser):
     """Collects tags with their attributes, and the text outside of styles."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from kv_canary import Reason
 
 from .catalog import CLASSES, SCENARIOS, FaultClass
+from .causes import CAUSES
 from .harness import CHECKS, Facts, Scenario, facts
 
 PATH = Path(__file__).resolve().parents[2] / "docs/detection.md"
@@ -24,9 +26,9 @@ was generated with the life without the bug: a row that says "before the report"
 for some tokens, and "not visible" one where it never comes.
 
 "Model engine" is a pool, tables, a prefix cache and a small model whose text depends on every byte of K and V that its
-kernels read ([difftest/simulator](../difftest/simulator), `tests/scenarios/served.py`), two layers of 32 bytes a token,
-16 of them fingerprinted. Where a bug is marked "kind", its mechanism was rebuilt in another place than where it was
-found.
+kernels read ([difftest/simulator](../difftest/simulator/engine.py), `tests/scenarios/served.py`), two layers of 32
+bytes a token, 16 of them fingerprinted. Where a bug is marked "kind", its mechanism was rebuilt in another place than
+where it was found.
 """
 
 COLUMNS = (
@@ -36,7 +38,24 @@ COLUMNS = (
 
 def document() -> str:
     """Return the page."""
-    return HEAD + "".join(_section(c) for c in CLASSES)
+    return HEAD + _causes() + "".join(_section(c) for c in CLASSES)
+
+
+def _causes() -> str:
+    """Return the section about what incidents say of their causes."""
+    seen = [(s, facts(s).cause, CAUSES.get(s.name)) for s in SCENARIOS if facts(s).cause]
+    # What nobody has judged, or says something else than was judged, counts as wrong.
+    grades = Counter("wrong" if j is None or j.says not in cause else j.grade for _, cause, j in seen)
+    text = (
+        "\n## How right the causes are\n\nThe first incident of each bug that is found, judged by hand "
+        "(`tests/scenarios/causes.py`): *right* names what happened, if need be as one of two or three; *half* is "
+        "true, and lacks something.\n\n| right | half | wrong |\n|---|---|---|\n"
+        f"| {grades['right']} | {grades['half']} | {grades['wrong']} |\n\n"
+        "| half right | what is said | what it lacks |\n|---|---|---|\n"
+    )
+    return text + "".join(
+        f"| `{s.name}` | {cause} | {j.lacks} |\n" for s, cause, j in seen if j is not None and j.lacks
+    )
 
 
 def _section(fault_class: FaultClass) -> str:

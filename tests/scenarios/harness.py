@@ -64,6 +64,7 @@ class Facts:
         text_late: steps from the bug's act to the first wrong token; None: none was wrong.
         drafts_late: the same for tokens of a draft model.
         sentence: the first report's.
+        cause: that the first incident says.
     """
 
     reasons: tuple[str, ...]
@@ -72,6 +73,7 @@ class Facts:
     text_late: int | None
     drafts_late: int | None
     sentence: str
+    cause: str
 
 
 def model_scenario(
@@ -114,4 +116,5 @@ def facts(scenario: Scenario) -> Facts:
         text_late=after_act(first_difference(healthy.texts, faulty.texts)),
         drafts_late=after_act(first_difference(healthy.drafts, faulty.drafts)),
         sentence=first[0].sentence if first else "",
+        cause=min(faulty.incidents, key=lambda incident: incident.number).cause if first else "",
     )

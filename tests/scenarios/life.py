@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kv_canary import CanarySummary, ViolationReport
+from kv_canary import CanarySummary, Incident, ViolationReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,7 @@ class Life:
 
     Args:
         reports: the canary's, all of them.
+        incidents: likewise.
         summary: its own.
         acts: what the bug did.
         touches: which slots the forwards read and wrote, by the engine's own tables.
@@ -54,6 +55,7 @@ class Life:
     """
 
     reports: list[ViolationReport] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
     summary: CanarySummary | None = None
     acts: list[Act] = field(default_factory=list)
     touches: list[Touch] = field(default_factory=list)

@@ -89,7 +89,7 @@ class RealEngine:
     def end_life(self) -> Life:
         """Return what was seen, everything that the canary has found included."""
         self.canary.flush()
-        self.life.summary = self.canary.summary()
+        self.life.summary, self.life.incidents = self.canary.summary(), list(self.canary.incidents)
         self.canary.uninstall()
         return self.life
 

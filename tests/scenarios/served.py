@@ -72,7 +72,7 @@ class ServedEngine(CanaryEngine):
     def end_life(self) -> Life:
         """Return what was seen, everything that the canary has found included."""
         self.manager.flush()
-        self.life.summary = self.manager.summary()
+        self.life.summary, self.life.incidents = self.manager.summary(), self.manager.incidents
         return self.life
 
     # What happens in a life.

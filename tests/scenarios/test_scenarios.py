@@ -10,6 +10,7 @@ import transformers
 from kv_canary import Reason, ViolationReport
 
 from .catalog import CLASSES, ON_TRANSFORMERS, SCENARIOS
+from .causes import CAUSES
 from .document import PATH, document
 from .harness import CHECKS, Scenario, facts, lives
 from .life import Act, Life, Touch, first_difference
@@ -57,6 +58,11 @@ def test_no_other_slot_or_request_is_blamed(scenario: Scenario) -> None:
     assert [r.sentence for r in faulty.reports if not faulty.blames_rightly(r)] == []
 
 
+@each(VISIBLE)
+def test_the_cause_that_is_said_is_the_one_that_was_judged(scenario: Scenario) -> None:
+    assert CAUSES[scenario.name].says in facts(scenario).cause
+
+
 @each(INVISIBLE)
 def test_what_is_not_visible_makes_the_text_wrong_in_silence(scenario: Scenario) -> None:
     _, faulty = lives(scenario)
@@ -71,6 +77,7 @@ def test_every_class_has_scenarios_or_says_why_not() -> None:
     assert [c.letter for c in CLASSES] == list("ABCDEFGHIJK")
     assert all(c.note for c in CLASSES if c.letter not in CHECKS)
     assert len({s.name for s in SCENARIOS}) == len(SCENARIOS)
+    assert set(CAUSES) == {s.name for s in VISIBLE}
 
 
 @other_version
