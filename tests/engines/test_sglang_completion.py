@@ -16,8 +16,14 @@ from kv_canary.engines.sglang.completion import Ended
 class Cache:
     """A prefix cache that keeps the rows of sessions."""
 
+    def __init__(self) -> None:
+        self.released: list[str] = []
+
     def claim_kv_row(self, req: Any) -> bool:
         return bool(req.session)
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        self.released.append(req.rid)
 
 
 def request(name: str, *, row: int = 1, length: int = 3, finished: bool = True, session: bool = False) -> Any:
@@ -39,11 +45,13 @@ def test_what_ends_is_noted_and_what_is_put_off_or_kept_is_not() -> None:
         kc.BufferGroup(name="swa", pool=pools[1], window=2, lut=lut),
     ]
     rows: list[int] = []
+    freers: list[str | None] = []
     ended = Ended(
         cache,
         [(table, groups)],
         patches=patches,
         row_ended=rows.append,
+        frees=lambda req: freers.append(None if req is None else req.rid),
         following=lambda what: suppress(AttributeError),
         completes=True,
     )
@@ -51,6 +59,9 @@ def test_what_ends_is_noted_and_what_is_put_off_or_kept_is_not() -> None:
     assert (rows, bool(ended)) == ([], False)
     assert cache.claim_kv_row(request("put off", finished=False)) is False
     assert (rows, bool(ended)) == ([1], False)
+    assert freers == ["put off"]
+    cache.on_release(request("put off"), checkpointed=False)
+    assert (freers, cache.released) == (["put off", None], ["put off"])
     cache.claim_kv_row(request("done"))
     # What the row names is another's by the time that it is asked for.
     table.zero_()

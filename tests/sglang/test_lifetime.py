@@ -67,8 +67,8 @@ class Engine:
 
     def retire(self) -> None:
         """What a forward does first."""
-        for pool, slots in self.lifetime.take():
-            self.manager.retire(pool, slots)
+        for pool, slots, owner in self.lifetime.take():
+            self.manager.retire(pool, slots, owner=owner)
 
     def live(self, group: BufferGroup) -> set[int]:
         """Slots whose records say that somebody owns them."""
@@ -238,7 +238,8 @@ def test_the_window_is_translated_before_the_engine_forgets_where_it_was():
     mine = set(window.lut[slots].tolist())
     engine.allocator.free_swa(slots)
     assert not window.lut[slots].any()
-    [(pool, freed)] = engine.lifetime.take()
+    [(pool, freed, owner)] = engine.lifetime.take()
+    assert owner == 0
     assert pool is window.pool
     assert set(freed.tolist()) == mine
     assert engine.live(full) == set(slots.tolist())
@@ -257,6 +258,50 @@ def test_a_window_that_passes_to_another_owner_is_live():
     engine.agree()
     assert engine.live(full) == set(kept.tolist())
     assert engine.live(window) == set(owned.tolist())
+
+
+def test_what_is_freed_is_told_with_who_had_it_where_few_have():
+    engine = Engine("paged", 16)
+    [group] = engine.groups
+    given = {owner: engine.alloc(1) for owner in (3, 5, 0)}
+    for owner, slots in given.items():
+        engine.lifetime.freer = owner
+        engine.allocator.free(slots)
+    taken = {owner: set(slots.tolist()) for pool, slots, owner in engine.lifetime.take() if pool is group.pool}
+    assert taken == {owner: set(slots.tolist()) for owner, slots in given.items()}
+    # Each is launches of its own: of many, nobody is named.
+    many = {owner: engine.alloc(1) for owner in range(1, 8)}
+    for owner, slots in many.items():
+        engine.lifetime.freer = owner
+        engine.allocator.free(slots)
+    [(_, slots, owner)] = engine.lifetime.take()
+    assert owner == 0
+    assert set(slots.tolist()) == {slot for its in many.values() for slot in its.tolist()}
+
+
+@pytest.mark.parametrize(("kind", "page"), KINDS)
+def test_of_a_group_they_are_told_apart_where_its_order_is_kept(kind, page):
+    engine = Engine(kind, page)
+    for owners in ((4, 4), (4, 5)):
+        given = [(owner, engine.alloc(1)) for owner in owners]
+        engine.allocator.free_group_begin()
+        for owner, slots in given:
+            engine.lifetime.freer = owner
+            engine.allocator.free(slots)
+        engine.lifetime.freer = 0
+        engine.allocator.free_group_end()
+        taken = [
+            (owner, slot)
+            for pool, slots, owner in engine.lifetime.take()
+            for slot in slots.tolist()
+            if pool is engine.groups[0].pool
+        ]
+        assert {slot for _, slot in taken} == {slot for _, slots in given for slot in slots.tolist()}
+        right = {slot: owner for owner, slots in given for slot in slots.tolist()}
+        # Whoever is named is the one who had it.
+        assert all(owner in (0, right[slot]) for owner, slot in taken)
+        named = {owner for owner, _ in taken}
+        assert named == {4} if owners == (4, 4) else kind != "token" or named == {4, 5}
 
 
 def test_an_allocator_that_is_not_known_is_not_tracked_and_says_so(caplog):
@@ -402,8 +447,8 @@ def test_kept_records_go_with_the_copy():
 
 
 def test_a_broken_hook_would_be_seen(monkeypatch):
-    def forgets(self: Any, half: Any, slots: torch.Tensor) -> None:
-        self._freed.setdefault(id(half), []).append(slots[:-1])
+    def forgets(self: Any, half: Any, slots: torch.Tensor, **_: Any) -> None:
+        self._freed.setdefault(id(half), []).append((0, slots[:-1]))
 
     monkeypatch.setattr(lifetime.Lifetime, "_note", forgets)
     engine = Engine("paged", 16)

@@ -265,8 +265,8 @@ def given_out(scheduler: Any, group: BufferGroup) -> set[int]:
 def expect_agreement(watched: Any) -> int:
     """See that no free slot has a live record, and that cached slots have one; return how many records are live."""
     lives = 0
-    for pool, slots in watched.canary._lifetime.take():
-        watched.manager.retire(pool, slots)
+    for pool, slots, owner in watched.canary._lifetime.take():
+        watched.manager.retire(pool, slots, owner=owner)
     cached = {c.group: c for c in radix.cached(watched.scheduler.tree_cache, watched.manager.groups, anchored=False)}
     for group in watched.manager.groups:
         records = group.pool.records
@@ -471,3 +471,31 @@ def test_a_walk_that_goes_wrong_would_be_reported(llama, monkeypatch):
         monkeypatch.setattr(radix, "_walk", shifted)
         watched.manager.scrub()
         assert {r.reasons for r in watched.manager.reports} == {("POSITION",)}
+
+
+def test_who_freed_what_another_request_still_reads_is_named(llama):
+    with watching(llama, config={"sweep_every": 0, "quarantine": 0}) as watched:
+        scheduler = watched.scheduler
+        victim = engine.submit(scheduler, list(range(10, 50)), 40)
+        culprit = engine.submit(scheduler, list(range(60, 100)), 6)
+        for _ in range(4):
+            assert engine.step(scheduler)
+        table = scheduler.req_to_token_pool.req_to_token
+        slot = int(table[victim.kv.req_pool_idx, 41])
+        assert slot
+        # When the one ends, a slot of the other's goes back as well.
+        release = scheduler.tree_cache.free_kv_row
+
+        def mistaken(kv: Any, ranges: Any) -> Any:
+            if kv.req_pool_idx == culprit.kv.req_pool_idx:
+                scheduler.token_to_kv_pool_allocator.free(torch.tensor([slot]))
+            return release(kv, ranges)
+
+        scheduler.tree_cache.free_kv_row = mistaken
+        for _ in range(6):
+            assert engine.step(scheduler)
+        watched.manager.flush()
+        [first, *_] = watched.manager.incidents
+        assert first.reasons == ("FREED",)
+        assert f"freed by request {culprit.rid}" in first.sentence
+        assert first.requests == (victim.rid,)

@@ -21,6 +21,7 @@ class Ended:
         groups: those that share each table of rows.
         patches: what its methods are wrapped with.
         row_ended: called with the row of a request that gives its slots back, for good or for a while.
+        frees: called with a request whose slots are given back from here on, and with None once they are.
         following: gives the context, by what is done, of a part of the canary that may fail where the engine must not.
         completes: whether what ended requests rested on is to be taken.
     """
@@ -32,13 +33,15 @@ class Ended:
         *,
         patches: Patches,
         row_ended: Callable[[int], None],
+        frees: Callable[[Any], None] = lambda req: None,
         following: Callable[[str], AbstractContextManager[Any]],
         completes: bool,
     ) -> None:
         self._completes = completes
-        self._groups, self._row_ended, self._following = groups, row_ended, following
+        self._groups, self._row_ended, self._frees, self._following = groups, row_ended, frees, following
         self._ended: list[tuple[str, Mapping[str, torch.Tensor]]] = []
         patches.wrap(tree_cache, "claim_kv_row", self._claim)
+        patches.wrap(tree_cache, "on_release", self._release)
 
     def __bool__(self) -> bool:
         """Whether requests have ended since the last `take`."""
@@ -66,8 +69,15 @@ class Ended:
         # A session's request goes on, in its row.
         if not is_kept:
             with self._following("noting a request that has ended"):
+                self._frees(req)
                 self._note(req)
         return is_kept
+
+    def _release(self, original: Callable[..., Any], req: Any, *args: Any, **kwargs: Any) -> Any:
+        """Called around what a prefix cache does once a request has given its slots back."""
+        with self._following("noting a request that has ended"):
+            self._frees(None)
+        return original(req, *args, **kwargs)
 
     def _note(self, req: Any) -> None:
         row = batches.row_of(req)

@@ -20,6 +20,10 @@ from kv_canary.runtime.pools import BufferGroup, KvPool
 logger = logging.getLogger("kv_canary")
 
 
+# Requests that are told apart in what was freed before a forward: each is launches of its own.
+_MOST_FREERS = 4
+
+
 class Lifetime:
     """Follows an allocator: which slots were freed, when all of them were, and which came back from the host.
 
@@ -35,6 +39,10 @@ class Lifetime:
         arrived: called with a pool, int64 slots whose bytes and records are back, and the seals that they had.
         following: gives the context, by what is done, of a part of the canary that may fail where the engine must not;
             where it did, no slot's record may be relied on.
+
+    Attributes:
+        freer: serial number of the request whose slots are being given back; 0 where nobody says whose they are, as of
+            what the prefix cache evicts.
     """
 
     def __init__(
@@ -49,7 +57,11 @@ class Lifetime:
         following: Callable[[str], AbstractContextManager[Any]] = lambda part: nullcontext(),
     ) -> None:
         self._cleared, self._unverify, self._arrived, self._following = cleared, unverify, arrived, following
-        self._freed: dict[int, list[torch.Tensor]] = {}
+        # By allocator: whose slots were freed.
+        self._freed: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        self.freer = 0
+        # By allocator: what is held back until a group of frees ends: whose, and how many numbers.
+        self._held: dict[int, list[tuple[int, int]]] = {}
         # By owner of the slots: the pools that they are slots of.
         self._pools: dict[int, list[KvPool]] = {}
         # The pools whose bytes the engine keeps on the host for requests that it puts off, with their luts.
@@ -72,14 +84,20 @@ class Lifetime:
             mine = [g.pool for g in groups if half is (full if g.lut is None else windowed)]
             self._pools[id(half)] = list(dict.fromkeys(mine))
             self._watch(half, patches)
+        holders = {id(h): h for h in (allocator, *halves)}
+        for holder in holders.values():
+            self._hold(holder, patches)
+        self._holders = tuple(holders)
 
     @property
     def has_freed(self) -> bool:
         """Whether slots were freed since the last `take`."""
         return bool(self._freed)
 
-    def take(self) -> list[tuple[KvPool, torch.Tensor]]:
-        """Return the slots that were freed since the last call, int64 [n] for each pool, on the allocator's device.
+    def take(self) -> list[tuple[KvPool, torch.Tensor, int]]:
+        """Return the slots that were freed since the last call, int64 [n], with their pools and who freed them.
+
+        They lie on the allocator's device. Where many requests have freed some, nobody is named.
 
         To be called, and the slots to be retired, on the stream of the forwards: before a forward begins, and before
         anything else gives records to slots that may have been freed and handed out again. Does not wait for the
@@ -88,14 +106,18 @@ class Lifetime:
         freed, self._freed = self._freed, {}
         result = []
         stream = None
-        for half, parts in freed.items():
-            for part in parts:
+        for half, told in freed.items():
+            named = len({owner for owner, _ in told}) <= _MOST_FREERS
+            by_owner: dict[int, list[torch.Tensor]] = {}
+            for owner, part in told:
                 if part.is_cuda:
                     # It was made on the scheduler's stream.
                     stream = torch.cuda.current_stream(part.device) if stream is None else stream
                     part.record_stream(stream)
-            slots = torch.cat(parts) if len(parts) > 1 else parts[0]
-            result += [(pool, slots) for pool in self._pools[half]]
+                by_owner.setdefault(owner if named else 0, []).append(part)
+            for owner, parts in by_owner.items():
+                slots = torch.cat(parts) if len(parts) > 1 else parts[0]
+                result += [(pool, slots, owner) for pool in self._pools[half]]
         return result
 
     def forget(self) -> None:
@@ -112,7 +134,7 @@ class Lifetime:
             with self._following("what is freed"):
                 if not held_back and free_index.numel():
                     # A copy: the engine may have given us a part of a request's row.
-                    self._note(half, free_index.to(torch.int64, copy=True))
+                    self._note(half, free_index.to(torch.int64, copy=True), in_order=True)
             return result
 
         def release(original: Callable[..., Any], *page_ids: torch.Tensor) -> Any:
@@ -128,8 +150,41 @@ class Lifetime:
         else:
             patches.wrap(half, "free", free)
 
-    def _note(self, half: Any, slots: torch.Tensor) -> None:
-        self._freed.setdefault(id(half), []).append(slots)
+    def _hold(self, holder: Any, patches: Patches) -> None:
+        """Follow whose slots an allocator holds back until a group of frees ends, as far as it says so."""
+
+        def hold(original: Callable[..., Any], numbers: torch.Tensor) -> Any:
+            self._held.setdefault(id(holder), []).append((self.freer, numbers.numel()))
+            return original(numbers)
+
+        def end(original: Callable[..., Any]) -> Any:
+            try:
+                return original()
+            finally:
+                self._held.pop(id(holder), None)
+
+        if hasattr(holder, "_copy_for_free_group") and hasattr(holder, "free_group_end"):
+            patches.wrap(holder, "_copy_for_free_group", hold)
+            patches.wrap(holder, "free_group_end", end)
+
+    def _note(self, half: Any, slots: torch.Tensor, *, in_order: bool = False) -> None:
+        """Take in that slots were freed: by whom the engine names, or by those whose frees were held back until now.
+
+        Args:
+            half: that has them back.
+            slots: int64.
+            in_order: whether those that were held back lie in the order in which they were.
+        """
+        held = [each for holder in self._holders for each in self._held.get(holder, ())]
+        owners = {owner for owner, _ in held} or {self.freer}
+        told = self._freed.setdefault(id(half), [])
+        if len(owners) == 1:
+            told.append((*owners, slots))
+        elif in_order and sum(count for _, count in held) == len(slots):
+            told += zip((owner for owner, _ in held), slots.split([count for _, count in held]), strict=True)
+        else:
+            # Of several, in an order that is not theirs.
+            told.append((0, slots))
 
     def _clear(self, original: Callable[..., Any]) -> Any:
         result = original()
@@ -187,9 +242,9 @@ class Lifetime:
 
     def _unfree(self, pool: KvPool, slots: torch.Tensor) -> None:
         """Forget that `slots` were freed: they have been handed out again, and have new records already."""
-        for half, parts in self._freed.items():
+        for half, told in self._freed.items():
             if pool in self._pools[half]:
-                self._freed[half] = [part[~torch.isin(part, slots)] for part in parts]
+                self._freed[half] = [(owner, part[~torch.isin(part, slots)]) for owner, part in told]
 
 
 def _halves(allocator: Any) -> tuple[Any, Any] | None:

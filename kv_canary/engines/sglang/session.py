@@ -218,6 +218,7 @@ class Session:
                 [(runner.req_to_token_pool.req_to_token, mine) for runner, mine in self._groups.items()],
                 patches=self._patches,
                 row_ended=self._row_ended,
+                frees=self._frees,
                 following=self._contain,
                 completes=self.manager.completes,
             )
@@ -617,8 +618,12 @@ class Session:
     def _retire_freed(self) -> None:
         self._complete_ended()
         with self._following("what was freed"):
-            for pool, slots in self._lifetime.take():
-                self.manager.retire(pool, slots)
+            for pool, slots, owner in self._lifetime.take():
+                self.manager.retire(pool, slots, owner=owner)
+
+    def _frees(self, req: Any) -> None:
+        """Take in whose slots are given back from here on; None: nobody's whom the engine names."""
+        self._lifetime.freer = 0 if req is None else self.owners.owner(req)
 
     def _row_ended(self, row: int) -> None:
         """Take in that a request has given its row back, for good or for a while."""
