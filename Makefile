@@ -21,7 +21,7 @@ MINUTES ?= 30
 # Processes of `make soak` and `make chaos`.
 JOBS ?= 2
 
-.PHONY: help setup demo check test test-long test-tf517 test-sglang test-vllm fuzz mutants planted soak chaos evidence clean
+.PHONY: help setup demo check test test-long test-tf517 test-sglang test-vllm docs fuzz mutants planted soak chaos evidence clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -58,6 +58,12 @@ test-sglang: .venv-sglang/.stamp ## the adapter in SGLang's own engine, on the C
 test-vllm: .venv-vllm/.stamp ## the adapter in vLLM's own engine, on the CPU, in .venv-vllm
 	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest -n 2 --dist worksteal -m 'not long' tests/vllm
 
+# From scratch each time: what has not changed is not read again, and what is wrong there would not be said again.
+docs: .venv-docs/.stamp ## the pages and a reference of the API as a site in build/docs; a dead link is an error
+	rm -rf build/docs
+	.venv-docs/bin/sphinx-build --quiet --fail-on-warning --fresh-env --jobs 2 --conf-dir docs --doctree-dir build/doctrees . build/docs
+	@echo "build/docs/index.html"
+
 fuzz: .venv/.stamp ## look for differences between kernels and references for half an hour (MINUTES=...)
 	.venv/bin/kv-canary difftest fuzz --minutes $(MINUTES) --database .hypothesis/examples
 
@@ -79,7 +85,7 @@ evidence: .venv/.stamp ## which measured results are of this code, and do the pa
 	.venv/bin/kv-canary evidence
 
 clean: ## remove environments, builds and caches; found counterexamples stay
-	rm -rf .venv .venv-tf517 .venv-sglang .venv-vllm build dist *.egg-info tests/{sglang,vllm}/environment/*.egg-info .benchmarks .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-tf517 .venv-sglang .venv-vllm .venv-docs build dist *.egg-info tests/{sglang,vllm}/environment/*.egg-info .benchmarks .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.stamp: constraints.txt pyproject.toml
@@ -87,6 +93,9 @@ clean: ## remove environments, builds and caches; found counterexamples stay
 
 .venv-tf517/.stamp: constraints.txt pyproject.toml
 	$(call install,.venv-tf517,sed 's/^transformers==.*/$(OLD_TRANSFORMERS)/' constraints.txt,-e '.[dev]')
+
+.venv-docs/.stamp: constraints.txt pyproject.toml
+	$(call install,.venv-docs,cat constraints.txt,-e '.[docs]')
 
 .venv-sglang/.stamp: constraints-sglang.txt pyproject.toml tests/sglang/environment/pyproject.toml
 	$(call install,.venv-sglang,cat constraints-sglang.txt,--no-deps -r .venv-sglang/constraints.txt -e . -e tests/sglang/environment)

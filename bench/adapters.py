@@ -303,7 +303,8 @@ def adapters(engine: str, requests: tuple[int, ...], json_path: Path | None) -> 
     \b
     Examples, each in the environment of its engine, with nothing else running:
       kv-canary bench adapters --engine sglang --json adapters_host.json
-      kv-canary bench adapters --engine vllm --requests 256 --json adapters_host.json
+      kv-canary bench adapters --engine vllm --requests 256 \\
+        --json adapters_host.json
     """
     if importlib.util.find_spec(engine) is None:
         raise click.UsageError(f"{engine} is not installed here")

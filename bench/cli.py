@@ -122,14 +122,19 @@ def ops(
     \b
     How to read it:
       ms        median of the rounds' medians; p10-p90: of all launches
-      peer      its time; ratio: over ours; cold: the ratio where nothing is in the L2 cache
-      launches  kernels, copies and fills that the device is given: ours/the peer's
-      MB        by definition: records, table entries, covered bytes, inputs, outputs
-      of copy   those bytes over the time, as a share of the copy bandwidth of the same run
+      peer      its time; ratio: over ours; cold: the ratio where nothing is in
+                the L2 cache
+      launches  kernels, copies and fills that the device is given: ours/the
+                peer's
+      MB        by definition: records, table entries, covered bytes, inputs,
+                outputs
+      of copy   those bytes over the time, as a share of the copy bandwidth of the
+                same run
       sectors   the same for the 32-byte sectors that hold them
       gather    ms of reading HEAD's sectors, and nothing else
       eager     ms when launched one by one, from the host
-      L2        yes: what is read fits in the cache, and stays there between replays
+      L2        yes: what is read fits in the cache, and stays there between
+                replays
 
     The peer (SGLang's canary kernels) works on the same requests, slots and rows, by turns with ours: a plan, then
     verify and write at HEAD K, HEAD V, TAIL K and TAIL V, bytes at TAIL. Ratio is its time over ours. It is taken from
@@ -207,7 +212,8 @@ def seals(device: str | None, share: float, json_path: Path | None, commit: str 
     \b
     How to read it:
       us        of a launch from a CUDA graph, with nothing of it in the L2 cache
-      of copy   bytes of K and V over the time, as a share of what a copy moves, which reads and writes
+      of copy   bytes of K and V over the time, as a share of what a copy moves,
+                which reads and writes
       range     the whole pool in order, as a scrub goes; random: a list of slots
 
     On a CPU it only checks itself.

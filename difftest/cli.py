@@ -154,7 +154,8 @@ def run(examples: int, **options: Any) -> None:
       kv-canary difftest run
       kv-canary difftest run --op verify --examples 1000
       kv-canary difftest run --device cuda
-      kv-canary difftest run --import examples/your_own_kernel.py --op paged_gather
+      kv-canary difftest run --import examples/your_own_kernel.py \\
+        --op paged_gather
     """
     _campaign(examples=examples, minutes=None, **options)
 
@@ -174,7 +175,8 @@ def fuzz(minutes: float, **options: Any) -> None:
     Examples:
       kv-canary difftest fuzz --minutes 30 --jobs 8 --seed 7
       kv-canary difftest fuzz --device cuda --minutes 8
-      kv-canary difftest fuzz --database .hypothesis/examples --database ro:redis://fuzz-db:6379/0
+      kv-canary difftest fuzz --database .hypothesis/examples \\
+        --database ro:redis://fuzz-db:6379/0
     """
     _campaign(examples=None, minutes=minutes, **options)
 
@@ -209,8 +211,10 @@ def replay(
 
     \b
     Examples:
-      kv-canary difftest replay findings/verify-triton-bytes_differ-counters.kvcase
-      kv-canary difftest replay findings/paged_gather-triton-raised.kvcase --import examples/your_own_kernel.py
+      kv-canary difftest replay \\
+        findings/verify-triton-bytes_differ-counters.kvcase
+      kv-canary difftest replay findings/paged_gather-triton-raised.kvcase \\
+        --import examples/your_own_kernel.py
     """
     from rich.console import Console
 
@@ -293,7 +297,7 @@ def corpus() -> None:
 def list_corpus(imports: tuple[str, ...], as_json: bool) -> None:
     """List the corpus: what each call is of, and how it failed."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.padding import Padding
     from rich.text import Text
 
     from kv_canary.difftest.corpus import entries
@@ -302,10 +306,11 @@ def list_corpus(imports: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([{"file": str(p), "op": f.op, "says": f.says} for p, f in files.items()], indent=2))
         return
-    table = Table("case", "op", "what it was")
+    console = Console()
     for path, file in files.items():
-        table.add_row(path.stem, file.op, Text(file.says))
-    Console().print(table)
+        # What it says names the op.
+        console.print(Text(path.stem, style="bold"))
+        console.print(Padding(Text(file.says), (0, 0, 0, 2)))
 
 
 @corpus.command("add")
@@ -419,7 +424,8 @@ def compile_kernels(
     Examples:
       kv-canary difftest compile
       kv-canary difftest compile --op write --examples 200 --json kernels.json
-      kv-canary difftest compile --import examples/your_own_kernel.py --op paged_gather
+      kv-canary difftest compile --import examples/your_own_kernel.py \\
+        --op paged_gather
     """
     from rich.console import Console
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -21,6 +22,9 @@ from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.replaying import Replay
 from kv_canary.errors import printable
 from kv_canary.specs import get_spec
+
+# Columns of a terminal that hold 16 bytes of either side next to each other, and tables with lines.
+_WIDE = 112
 
 
 @contextmanager
@@ -128,9 +132,12 @@ def show_replay(console: Console, case: CaseFile, replay: Replay) -> None:
         return
     first = replay.differences[0]
     expected, got = replay.mismatch.expected[first.path], replay.mismatch.got[first.path]
-    console.print(bytes_table(first.path, expected, got))
+    wide = console.width >= _WIDE
+    console.print(bytes_table(first.path, expected, got, width=16 if wide else 8))
     traced = any(d.writers is not None for d in replay.differences)
-    table = Table("tensor", "where", "reference", replay.mismatch.backend, *(["written by"] if traced else []))
+    table = Table() if wide else Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    for column in ("tensor", "where", "reference", replay.mismatch.backend, *(["written by"] if traced else [])):
+        table.add_column(column, overflow="fold")
     for difference in replay.differences:
         row = [difference.path, difference.where, difference.expected, difference.got]
         if traced:
@@ -141,7 +148,9 @@ def show_replay(console: Console, case: CaseFile, replay: Replay) -> None:
 
 def call_table(case: CaseFile) -> Table:
     """The arguments of a call; small tensors with their contents."""
-    table = Table("argument", "role", "what", "values", title=Text(f"{case.op}: {case.says}"), title_justify="left")
+    table = Table(title=Text(f"{case.op}: {case.says}"), title_justify="left")
+    for column in ("argument", "role", "what", "values"):
+        table.add_column(column, overflow="fold")
     spec = get_spec(case.op)
     for leaf in spec.leaves(case.arguments):
         if leaf.role == "scratch":

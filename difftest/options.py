@@ -72,7 +72,7 @@ def progress(console: Console | None, columns: str = "what bar done elapsed left
     named: dict[str, Callable[[], rich.ProgressColumn]] = {
         "spinner": rich.SpinnerColumn,
         "what": lambda: rich.TextColumn("{task.description}"),
-        "bar": lambda: rich.BarColumn(bar_width=24),
+        "bar": lambda: rich.BarColumn(bar_width=16),
         "done": lambda: rich.TextColumn("{task.completed} of {task.total}"),
         "lives": lambda: rich.TextColumn("{task.completed} lives"),
         "count": rich.MofNCompleteColumn,

@@ -40,7 +40,7 @@ def test_help_teaches(arguments: list[str]) -> None:
 def test_ops_lists_every_op_with_its_contract() -> None:
     result = CliRunner().invoke(main, ["ops"])
     assert result.exit_code == 0
-    assert [line.split()[0] for line in result.output.splitlines()] == list(all_specs())
+    assert [line.split()[0] for line in result.output.splitlines() if not line.startswith(" ")] == list(all_specs())
 
 
 def test_ops_for_machines() -> None:
@@ -450,7 +450,7 @@ def test_help_of_the_tools_needs_none_of_what_they_need(monkeypatch: pytest.Monk
         found = CliRunner().invoke(main, command)
         assert (found.exit_code, "Usage:" in found.output) == (0, True), found.output
     found = CliRunner().invoke(main, ["difftest", "run"])
-    assert (found.exit_code, "difftest needs hypothesis, triton: pip install" in found.output) == (2, True)
+    assert (found.exit_code, "difftest needs hypothesis: pip install" in found.output) == (2, True)
 
 
 def test_the_page_of_settings_is_up_to_date_and_has_every_one() -> None:

@@ -86,13 +86,17 @@ def engine(
 
     \b
     How to read it:
-      ratio       tokens per second against none of the same round: the median, and the range
-      best        the fastest round against the fastest of none: where the host is the bound, and its cores are shared
-                  with others, that says more than the median
-      host us     what the canary takes of the scheduler's thread: of a decode step of requests that go on, of a
-                  prefill's forward; in a churn of a step with what comes and ends at it
+      ratio       tokens per second against none of the same round: the median,
+                  and the range
+      best        the fastest round against the fastest of none: where the host is
+                  the bound, and its cores are shared with others, that says more
+                  than the median
+      host us     what the canary takes of the scheduler's thread: of a decode
+                  step of requests that go on, of a prefill's forward; in a churn
+                  of a step with what comes and ends at it
       stream us   what its launches take up of the forwards' stream, a decode step
-      device ops  kernels, copies and fills that a step has more than without; the JSON names them
+      device ops  kernels, copies and fills that a step has more than without; the
+                  JSON names them
       longest gc  the longest pause of Python's garbage collector in any round
 
     On a CPU it only checks itself: --device cpu --models tiny --decode 4x32 --prefill 2x96 --new 40 --rounds 1.

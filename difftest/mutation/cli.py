@@ -269,7 +269,8 @@ def planted(names: tuple[str, ...], only_list: bool, json_path: Path | None, com
       kv-canary difftest planted --name lut-twice --repeats 5
     """
     from rich.console import Console
-    from rich.table import Table
+    from rich.padding import Padding
+    from rich.text import Text
 
     from kv_canary.cases.imports import replay_line
     from kv_canary.difftest.mutation.planted import PLANTED_BUGS
@@ -277,10 +278,9 @@ def planted(names: tuple[str, ...], only_list: bool, json_path: Path | None, com
 
     console = Console()
     if only_list:
-        table = Table("name", "mistake", "file", "what it shows")
         for bug in PLANTED_BUGS:
-            table.add_row(bug.name, bug.kind, bug.file, bug.shows)
-        console.print(table)
+            console.print(Text.assemble((bug.name, "bold"), f"  {bug.file}: {bug.kind}"))
+            console.print(Padding(Text(bug.shows), (0, 0, 0, 2)))
         return
     from kv_canary.difftest.mutation.score import score
 
@@ -323,16 +323,16 @@ def planted(names: tuple[str, ...], only_list: bool, json_path: Path | None, com
 
 def _show_scores(console: Console, scores: Sequence[Score], lines: Mapping[str, str], *, limit_s: float) -> None:
     """Print how long each planted bug took to find, and the lines that replay what was found."""
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table("planted", "mistake", "found after, s", "median", "shrunk to")
+    table = Table(Column("planted", no_wrap=True), "found after, s", "median", "shrunk to")
     for one in scores:
         times = ", ".join("-" if t is None else f"{t:.1f}" for t in one.found_after_s)
         median = Text("not always found", style="bold red")
         if one.median_s is not None:
             median = Text(f"{one.median_s:.1f}", style="green" if one.median_s <= limit_s else "red")
-        table.add_row(one.bug.name, one.bug.kind, times, median, one.finding.says if one.finding else "")
+        table.add_row(one.bug.name, times, median, one.finding.says if one.finding else "")
     console.print(table)
     for line in lines.values():
         console.print(line, soft_wrap=True, highlight=False)

@@ -391,7 +391,14 @@ def _number(value: float | None) -> str:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--runs", type=click.IntRange(1), default=200, show_default=True, help="Faults per mode and group.")
-@click.option("--mode", "modes", type=click.Choice(MODES), multiple=True, help="Only these. [default: all]")
+@click.option(
+    "--mode",
+    "modes",
+    type=click.Choice(MODES),
+    metavar="MODE",
+    multiple=True,
+    help=f"Only these: {', '.join(MODES)}. [default: all]",
+)
 @click.option("--group", "groups", type=click.Choice(GROUPS), multiple=True, help="Only these. [default: both]")
 @click.option("--stride", type=click.IntRange(1), default=1, show_default=True, help="The canary's.")
 @device_option()
@@ -430,22 +437,25 @@ def main(
     got a copy, until it is written again.
 
     \b
-    found           a report of the launch site, slot and reasons that the injection names. A fault that only
-                    another launch site relies on (a sweep, say) must be reported by that one
-    by seals        found by a scrub: a byte that is not sampled, or that nothing else came to. All slots are scrubbed
-                    after every fifth action that follows the fault
-    out of sight    missed, because nothing could see it: bytes that are not sampled, and whose slot was freed or
-                    written anew before a scrub came, or has no seal
+    found           a report of the launch site, slot and reasons that the
+                    injection names. A fault that only another launch site relies
+                    on (a sweep, say) must be reported by that one
+    by seals        found by a scrub: a byte that is not sampled, or that nothing
+                    else came to. All slots are scrubbed after every fifth action
+                    that follows the fault
+    out of sight    missed, because nothing could see it: bytes that are not
+                    sampled, and whose slot was freed or written anew before a
+                    scrub came, or has no seal
     blamed wrongly  runs with a report that no consequence of the fault explains
-    steps late      from the first step in which that launch site could see it to that report
-    unused          faults in slots that nobody relied on again before they were written anew: told apart, and
-                    replaced by further runs
+    steps late      from the first step in which that launch site could see it to
+                    that report
+    unused          faults in slots that nobody relied on again before they were
+                    written anew: told apart, and replaced by further runs
 
     Bits flip in any byte of any layer. Every consequence must be reported too: a flipped byte that is sampled in every
     step that reads it, any in every scrub. With --stride above 1 a fault
     may be gone before its turn comes; then what is found is a rate, and a low one is no failure.
 
-    \b
     Exit codes: 0 all found, nothing else blamed; 1 something was wrong; 2 misuse. Ctrl-C prints (and writes) what was
     measured so far.
 

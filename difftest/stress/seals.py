@@ -347,18 +347,19 @@ def main(
 
     \b
     found           by any of these, before the bytes are freed or written anew
-    gone unread     the bytes were, before anybody relied on them: told apart, and replaced by further runs
+    gone unread     the bytes were, before anybody relied on them: told apart, and
+                    replaced by further runs
     blamed wrongly  reports of another slot, half or layer
     steps late      forwards between the fault and the report
 
-    \b
     Exit codes: 0 all found, nothing else blamed; 1 something was wrong; 2 misuse. Ctrl-C prints (and writes) what was
     measured so far.
 
     \b
     Examples:
       kv-canary stress seals --runs 20
-      kv-canary stress seals --runs 1000 --jobs 2 --json bench/results/seals_detection.json
+      kv-canary stress seals --runs 1000 --jobs 2 \\
+        --json bench/results/seals_detection.json
     """
     try:
         prepare_backend(device, backend)

@@ -106,8 +106,8 @@ def page(bundle: Bundle) -> str:
             f"<h2>Who wrote the slots of {_text(whose)}, and when</h2>",
             f'<p class="soft">As of step {timeline.as_of_step}, in {_text(timeline.group)}.{moved}',
             "Further up is later; a ring and a triangle mark what is wrong, an empty box a slot without a record.</p>",
-            f'<div class="wide"><div class="picture">{_start(drawing)}{_svg(drawing, timeline)}</div></div>',
-            _legend(drawing),
+            f'<div class="wide"><div class="picture">{_start(drawing, timeline, incident)}',
+            f"{_svg(drawing, timeline)}</div></div>{_legend(drawing)}",
         ]
     around = incident.neighbourhood or timeline
     if around is not None and around.rows:
@@ -125,7 +125,8 @@ def _summary(bundle: Bundle) -> str:
         ("what", f"{' + '.join(incident.reasons)}, {incident.count} violation{'' if incident.count == 1 else 's'}"),
         ("request", requests_text(incident.requests, count=incident.num_requests).removeprefix("request ")),
         ("where", f"{where_text(incident)} of {incident.group}"),
-        ("when", f"step{'' if steps.isdigit() else 's'} {steps}; saved {bundle.written}"),
+        ("when", f"step{'' if steps.isdigit() else 's'} {steps}"),
+        ("saved", bundle.written),
         ("written by", incident.writer or ""),
         ("found by", " + ".join(incident.tags)),
         ("verdict", str(bundle.summary.get("verdict") or "")),
@@ -167,10 +168,10 @@ def layout(timeline: Neighbourhood, incident: Incident) -> Drawing:
     )
 
 
-def _start(drawing: Drawing) -> str:
-    """Return a mark at which a picture that is wider than the page begins: a little before the first fault."""
-    left = next((c.x for c in drawing.columns if c.faulty), 0.0)
-    return f'<i class="start" style="left: {max(left - 2 * _LEFT, 0):.0f}px"></i>'
+def _start(drawing: Drawing, timeline: Neighbourhood, incident: Incident) -> str:
+    """Return a mark at which a picture that is wider than the page begins: a little before the incident."""
+    at = next((c.x for c in drawing.columns if is_faulty(c.row, timeline, incident)), 0.0)
+    return f'<i class="start" style="left: {max(at - 4 * _LEFT, 0):.0f}px"></i>'
 
 
 def _svg(drawing: Drawing, timeline: Neighbourhood) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import html.parser
 import io
 import itertools
@@ -347,6 +348,53 @@ def test_a_long_timeline_with_many_writers_still_fits(saved: list[Path]) -> None
     assert all(c.y >= 0 and c.y + c.height <= drawing.height for c in drawing.columns)
     _, reader = read_page(dataclasses.replace(bundle, timeline=timeline))
     assert "others" in reader.text
+
+
+def test_the_page_tells_the_cause_first_then_what_and_where_then_draws_and_lists(saved: list[Path]) -> None:
+    for bundle in map(read_bundle, saved):
+        text, reader = read_page(bundle)
+        kinds = [tag for tag, _ in reader.tags if tag in ("h1", "dl", "svg", "table")]
+        assert kinds == ["h1", "dl", "svg", "table"]
+        heading = re.findall(r"<h1>(.*?)</h1>", text)[0]
+        assert heading.lower() == html.escape(bundle.incident.cause).lower()
+        facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text))
+        assert [*facts][:4] == ["what", "request", "where", "when"]
+        assert facts["what"] == f"{' + '.join(bundle.incident.reasons)}, {bundle.incident.count} violations"
+        assert facts["request"] == html.escape(printable(NASTY))
+        assert facts["where"].endswith("of full")
+        assert facts["when"] == "step 5"
+        assert facts["verdict"] == html.escape(printable(bundle.summary["verdict"]))
+        assert text.index("<table>") < text.index(html.escape(printable(bundle.incident.sentence)))
+
+
+def test_a_phone_shows_the_page_no_wider_than_it_is(saved: list[Path]) -> None:
+    bundle = the(saved, "K")
+    assert bundle.timeline is not None
+    row = bundle.timeline.rows[0]
+    rows = tuple(dataclasses.replace(row, position=i, slot=500 + i, verdict=()) for i in range(400))
+    incident = dataclasses.replace(bundle.incident, positions=((300, 301),))
+    wide = dataclasses.replace(bundle, incident=incident, timeline=dataclasses.replace(bundle.timeline, rows=rows))
+    text, reader = read_page(wide)
+    viewport = [attributes["content"] for tag, attributes in reader.tags if attributes.get("name") == "viewport"]
+    assert viewport == ["width=device-width, initial-scale=1"]
+    # Only what scrolls in itself has a width of its own.
+    (style,) = re.findall(r"<style>(.*?)</style>", text, re.S)
+    assert re.search(r"\.wide \{[^}]*overflow-x: auto", style)
+    lengths = [float(number) for number in re.findall(r"(?<![-\w])(?:min-)?width: ([\d.]+)px", style)]
+    assert max(lengths) <= 1
+    held, outside = re.subn(r'<div class="wide">.*?</(?:svg|table)>', "", text, flags=re.S)
+    assert outside == 2
+    assert re.findall(r"<(?:svg|table)|width=\"", held) == []
+    # The picture begins where the incident is, not at position 0.
+    (left,) = re.findall(r'class="start" style="left: (\d+)px"', text)
+    drawing = layout(wide.timeline, incident)
+    assert drawing.width > 1000
+    assert 0 < drawing.columns[300].x - float(left) < 300
+    # Both schemes have a colour for all that has one, the picture's too.
+    light, dark = style.split("@media (prefers-color-scheme: dark)")
+    used = set(re.findall(r"var\((--\w+)\)", text))
+    for scheme in (light, dark.split("}")[0]):
+        assert used <= set(re.findall(r"(--\w+): #", scheme))
 
 
 def test_a_page_without_a_timeline_still_tells_the_incident(saved: list[Path]) -> None:

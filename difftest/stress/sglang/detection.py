@@ -166,12 +166,14 @@ def main(seeds: int, names: tuple[str, ...], json_path: Path | None, written: Pa
     equally often.
 
     \b
-    text wrong          lives in which some request generated other tokens than without the fault
-    2 of 5 (1 step)     reported in two lives of five, one step after the first that ran with the fault
-    one byte            a byte at random, which kv-canary's fingerprints cover or not: found if and only if they do,
-                        and always by a scrub of its seals
+    text wrong          lives in which some request generated other tokens than
+                        without the fault
+    2 of 5 (1 step)     reported in two lives of five, one step after the first
+                        that ran with the fault
+    one byte            a byte at random, which kv-canary's fingerprints cover or
+                        not: found if and only if they do, and always by a scrub
+                        of its seals
 
-    \b
     Exit codes: 0 kv-canary found all that it covers, and was silent in healthy lives; 1 it did not; 2 misuse.
 
     \b
