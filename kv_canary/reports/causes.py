@@ -45,7 +45,7 @@ def cause_of_one(
     group: BufferGroup,
     *,
     is_write: bool,
-    came: bool = False,
+    wrote: bool | None = None,
 ) -> str:
     """Guess the cause of one violation from its reasons.
 
@@ -56,7 +56,7 @@ def cause_of_one(
         request_id: who reads or writes.
         group: where.
         is_write: whether a write has found it.
-        came: whether it is known that no forward wrote the record: it was copied, loaded or taken in.
+        wrote: whether a forward wrote the record, or it was copied, loaded or taken in; None: nobody can say.
     """
     position = row.position
     if Reason.BATCH in reasons:
@@ -105,7 +105,7 @@ def cause_of_one(
                 "other half or not at all, or something else wrote there in the same forward"
             )
         zeroed = _zeroed(reasons, record, row.observed_kv, group)
-        if came:
+        if wrote is False:
             return _came_otherwise("the slot", [record.step], zeroed=zeroed)
         if zeroed:
             return "the bytes are all zero: the slot or its page was zeroed after it was written"
@@ -122,6 +122,11 @@ def cause_of_one(
         return "a wrong or stale table entry, or a slot reused while in use: it holds another request's token"
     if Reason.POSITION in reasons:
         return "a stale or wrong table entry: the slot holds another position of the same request"
+    if Reason.TOKEN in reasons and wrote:
+        return (
+            f"the forward that wrote it at step {record.step} was given another token than the request's own: a wrong "
+            "input, or an old branch of the text"
+        )
     if Reason.TOKEN in reasons:
         return "the slot holds another token of this position: an old branch of the text, or a wrong prefix"
     return "the right token after another prefix: the entry before it, or the whole prefix, is another's"

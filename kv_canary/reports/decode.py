@@ -108,14 +108,14 @@ class Decoder:
             "readers": tuple(readers),
             # It names no token, and what is damaged shows in the words as they are.
             "cause": cause_of_one(
-                reasons, found, record, request_id, group, is_write=writing, came=self._has_come(record)
+                reasons, found, record, request_id, group, is_write=writing, wrote=self._was_written(record)
             ),
         }
         return ViolationReport(**report, sentence=_sentence(report, writing))
 
-    def _has_come(self, record: StoredRecord | None) -> bool:
-        """Whether it is known that no forward wrote a record: it was copied, loaded or taken in."""
-        return record is not None and self.wrote(record.step, record.owner, record.position) is False
+    def _was_written(self, record: StoredRecord | None) -> bool | None:
+        """Whether a forward wrote a record, or it was copied, loaded or taken in; None: that is forgotten."""
+        return None if record is None else self.wrote(record.step, record.owner, record.position)
 
     def record(self, identity: int, chain: int, kv: int, writer: int) -> StoredRecord:
         """Return the record of these four words."""

@@ -139,7 +139,7 @@ def test_an_old_branch_of_the_same_owner_is_called_that(engine: Engine) -> None:
         progress._lengths[a.row] = 0
     report = run_and_report(engine)
     assert report.reasons == ("TOKEN",)
-    assert "an old branch of the text, or a wrong prefix" in report.cause
+    assert "given another token than the request's own: a wrong input, or an old branch" in report.cause
     assert f"expected token {a.tokens[3]} of position 3" in report.sentence
 
 

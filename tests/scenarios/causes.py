@@ -69,9 +69,7 @@ CAUSES = {
     "image-hash-truncated": _HIT,
     "weights-updated": _HIT,
     "draft-positions": Judged(says="the forward's positions are off by one"),
-    "rotated-chunk": Judged(
-        says="the slot holds another token of this position", lacks="the forward that wrote it was given a wrong token"
-    ),
+    "rotated-chunk": Judged(says="was given another token than the request's own"),
     "rotated-chunk-told": Judged(says="the forward was given another token"),
     "draft-never-written": _NOTHING,
     "draft-layer-overwritten": _STRAY,

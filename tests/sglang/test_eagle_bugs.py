@@ -213,3 +213,43 @@ def test_every_forward_but_drafts_is_held_against_the_requests(
     assert found() == []
     assert {kind for kind, is_given in kinds if not is_given} <= {"DECODE"}
     assert {kind for kind, is_given in kinds if is_given} >= {"EXTEND", "TARGET_VERIFY", "DRAFT_EXTEND_V2"}
+
+
+def compute_next_token(chunked_req: Any, vocab_size: int) -> int | None:
+    """Return the token behind a chunk as sglang#28254 does: of all that is prefilled again, output included."""
+    if chunked_req is None:
+        return None
+    tokens, end = chunked_req.full_untruncated_fill_ids, chunked_req.extend_end
+    return int(tokens[end]) if end < len(tokens) and tokens[end] < vocab_size else None
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_chunks_of_what_a_retracted_request_had_generated(
+    models: tuple[str, str], monkeypatch: pytest.MonkeyPatch, mended: bool
+) -> None:
+    """A bug of stock SGLang 0.5.23 (sglang#28254), and the same life with its mend.
+
+    A request that was retracted is prefilled again, its output included. Behind a chunk that ends in the output the
+    draft model is given what is sampled there now, and not the token that was: greedy decoding samples the same again.
+    """
+    from sglang.srt.managers import schedule_batch
+    from sglang.srt.managers import scheduler as managers
+
+    # SGLang's own switch for tests: requests are put off as if there were no room.
+    monkeypatch.setattr(managers, "TEST_RETRACT", True)
+    monkeypatch.setattr(managers, "TEST_RETRACT_INTERVAL", 9)
+    if mended:
+        monkeypatch.setattr(schedule_batch, "_compute_chunked_req_next_prompt_token", compute_next_token)
+    scheduler = eagle_harness.build(models, mode="log", max_total_tokens=420, chunked_prefill_size=16)
+    reqs = [
+        engine.submit(scheduler, some_tokens(20, seed=n), 60, temperature=1.0, top_k=50, rid=f"sampled {n}")
+        for n in range(5)
+    ]
+    engine.run_all(scheduler)
+    assert all(req.finished() for req in reqs)
+    assert sum(req.retraction_count for req in reqs) > 0
+    reports = found()
+    assert bool(reports) != mended
+    assert in_draft(reports)
+    assert {r.request_id for r in reports} <= {req.rid for req in reqs if req.retraction_count}
+    assert session.current().manager.guard.failures == {}
