@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,9 +111,9 @@ def waiting(model: Model) -> Iterator[Callable[[bool], tuple[Engine, Any]]]:
 
     engines: list[Engine] = []
 
-    def make(waits: bool) -> tuple[Engine, Any]:
+    def make(waits: bool, **more: Any) -> tuple[Engine, Any]:
         connector = loopback.settings("faults", waits=waits)
-        engine = Engine(model("llama"), canary={"seals": "layer"}, kv_transfer_config=connector, **ALL)
+        engine = Engine(model("llama"), canary={"seals": "layer"}, kv_transfer_config=connector, **ALL, **more)
         engines.append(engine)
         engine.submit("first", DOCUMENT, new_tokens=2)
         engine.run()
@@ -191,6 +192,44 @@ def test_requests_that_are_given_up_while_they_wait_leave_nothing_behind(waiting
     assert store.brought > 160
     assert found(engine) == []
     assert engine.session.manager.summary().uncovered == 160
+
+
+# Without the wait, asynchronous scheduling does not get over it in vLLM 0.32 itself (vllm#49252); V2: see test_wild.py.
+@pytest.mark.parametrize(("waits", "asynchronous"), [(True, False), (True, True), (False, False)])
+def test_what_could_not_be_brought_is_computed_and_nobody_is_accused(
+    waiting: Any, waits: bool, asynchronous: bool
+) -> None:
+    engine, store = waiting(waits, asynchronous=asynchronous)
+    store.fault = "fails"
+    engine.submit("second", DOCUMENT, new_tokens=6)
+    engine.run()
+    engine.submit("third", DOCUMENT, new_tokens=6)
+    engine.run()
+    assert store.hurt
+    assert found(engine) == []
+    told = {name.partition("-")[0]: tokens for name, tokens in engine.outputs.items()}
+    assert told["second"] == told["third"]
+    summary = engine.session.manager.summary()
+    assert summary.positions_verified == summary.positions_relied_on
+
+
+def test_a_request_that_asks_again_waits_for_nothing_that_it_was_promised() -> None:
+    from kv_canary.engines.vllm.told import _Watched
+
+    connector = SimpleNamespace(
+        get_num_new_matched_tokens=lambda request, computed: None, update_state_after_alloc=lambda *arguments: None
+    )
+    watched, request = _Watched(connector), SimpleNamespace(request_id="a")
+    scheduler = SimpleNamespace(requests={"a": request})
+    blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],))
+    connector.get_num_new_matched_tokens(request, 32)
+    connector.update_state_after_alloc(request, blocks, 64)
+    first = watched.take(scheduler, [])
+    assert {name: (b.start, b.end, b.blocks) for name, b in first["coming"].items()} == {"a": (32, 96, [[1, 2, 3]])}
+    # It failed: what is found here by then is no connector's.
+    connector.get_num_new_matched_tokens(request, 96)
+    connector.update_state_after_alloc(request, blocks, 0)
+    assert watched.take(scheduler, ["a"]) == {"here": {}, "now": {}, "coming": {}}
 
 
 def test_what_the_scheduler_cannot_tell_is_taken_in_anew_and_reported_by_nobody(

@@ -59,6 +59,7 @@ def settings(store: str, *, waits: bool) -> dict[str, Any]:
         "kv_connector": "Loopback",
         "kv_connector_module_path": __name__,
         "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"store": store, "waits": waits},
     }
 
@@ -98,8 +99,9 @@ class Loopback(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._manager: Any = None
         # Blocks that a request had when it was asked for more.
         self._local: dict[str, int] = {}
-        # Requests whose KV is on the way, with the steps that are left.
+        # Requests whose KV is on the way, with the steps that are left; blocks that could not be brought, by request.
         self._under_way: dict[str, int] = {}
+        self._failed: dict[str, set[int]] = {}
 
     # The side of the scheduler.
 
@@ -188,6 +190,10 @@ class Loopback(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             del self._under_way[name]
         return None, done or None
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        told = [name for name in self._failed if name not in self._under_way]
+        return {block for name in told for block in self._failed.pop(name)}
+
     def _bring(self, block: _Block) -> None:
         store = self._store
         fault, content = store.fault, store.blocks[block.key]
@@ -196,7 +202,9 @@ class Loopback(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             store.fault, store.hurt = "", block.request
         for number, (name, layer) in enumerate(self._layers.items()):
             to = block.ids[self._group_of[name]]
-            if not to or fault == "lost" or (fault == "layer" and number == len(self._layers) - 1):
+            if fault == "fails":
+                self._failed.setdefault(block.request, set()).add(to)
+            if not to or fault in ("lost", "fails") or (fault == "layer" and number == len(self._layers) - 1):
                 continue
             if fault == "late":
                 store.late.append((_DELAY + 1 if self._waits else 0, layer, to, content[name]))

@@ -34,16 +34,17 @@ class Member:
         row: with the canary; 0 where it has none, because it has ended or waits to be resumed.
         owner: its serial number.
         identity: int64 word of what else its KV depends on.
+        prompt: how many of its own tokens it came with.
         text: int32 own tokens; while it has a row, they are there.
         shown: tokens up to the end of its last image or sound, whose placeholders are told apart; 0 for none.
         is_lost: whether something of its text has gone by.
     """
 
-    __slots__ = ("identity", "is_lost", "name", "owner", "row", "shown", "text")
+    __slots__ = ("identity", "is_lost", "name", "owner", "prompt", "row", "shown", "text")
 
     def __init__(self, name: str, *, owner: int) -> None:
         self.name, self.owner = name, owner
-        self.row = self.identity = self.shown = 0
+        self.row = self.identity = self.shown = self.prompt = 0
         self.text, self.is_lost = np.zeros(0, np.int32), False
 
 
@@ -124,7 +125,9 @@ class Requests:
         """Return a request; None where it is not known."""
         return self._members.get(name)
 
-    def start(self, name: str, tokens: Sequence[int], *, identity: int, shown: int = 0) -> Member:
+    def start(
+        self, name: str, tokens: Sequence[int], *, identity: int, shown: int = 0, prompt: int | None = None
+    ) -> Member:
         """Give a request a row; one that is known already goes on in its own, with these tokens.
 
         Args:
@@ -132,6 +135,7 @@ class Requests:
             tokens: its own ones.
             identity: word of what else its KV depends on.
             shown: see `Member`.
+            prompt: how many of the tokens it came with; None: all.
 
         Raises:
             RuntimeError: there are more requests than rows.
@@ -140,6 +144,7 @@ class Requests:
         if member is None:
             member = self._members[name] = Member(name, owner=self.owners.new(name))
         member.identity, member.shown, member.is_lost = to_signed(identity), shown, False
+        member.prompt = len(tokens) if prompt is None else prompt
         self.has_shown |= shown > 0
         self._place(member, np.asarray(tokens, np.int32))
         return member
@@ -157,6 +162,26 @@ class Requests:
         text[: member.shown] = member.text[: member.shown]
         member.is_lost &= tokens is None
         self._place(member, text)
+        return member
+
+    def discard(self, name: str, generated: int) -> Member | None:
+        """Take in that of what a request has generated the engine has thrown the last away, and what is under way.
+
+        Args:
+            name: of the request.
+            generated: how many tokens it has generated.
+
+        Returns:
+            The request; None where nothing of it was thrown away.
+        """
+        member = self._members.get(name)
+        if member is None or not member.row:
+            return None
+        self._settle()
+        row, length = member.row, member.prompt + generated
+        if self._lengths[row] <= length:
+            return None
+        self._place(member, self._texts[row, :length].copy())
         return member
 
     def pause(self, name: str) -> Member | None:

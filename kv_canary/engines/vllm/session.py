@@ -40,6 +40,8 @@ from kv_canary.runtime.manager import CanaryManager
 from kv_canary.runtime.summary import Watching
 from kv_canary.settings import is_asked_for
 
+# How many steps behind one that something was brought for the scheduler may say that it did not come.
+_DISCARDS_WITHIN = 3
 # By the worker; a process has one, but for tests.
 _sessions: dict[int, Session] = {}
 
@@ -166,6 +168,8 @@ class Session:
         # What connectors have brought for requests of the step under way, and what they bring while it runs.
         self._brought: list[Arrival] = []
         self._arriving: list[Arrival] = []
+        # Steps from now on in which the scheduler may take back what was sampled with KV that did not come.
+        self._may_discard = 0
         # Requests that were left out of forwards.
         self.left_out = 0
         self._watched: SingleForwardManager | None = None
@@ -470,6 +474,8 @@ class Session:
             for name in scheduled.preempted_req_ids or ():
                 self._leave(self.requests.pause(name), is_over=False)
             told = self._told(scheduled)
+            if self._may_discard:
+                self._discard(scheduled.scheduled_cached_reqs)
             for new in scheduled.scheduled_new_reqs:
                 self._admit(new, told)
             self._go_on(scheduled.scheduled_cached_reqs, told)
@@ -504,7 +510,8 @@ class Session:
         tokens = new.prompt_token_ids if new.prefill_token_ids is None else new.prefill_token_ids
         tokens, shown = with_images(tokens, new.mm_features)
         identity = identity_of(new, salt=told.salts.get(new.req_id))
-        member = self.requests.start(new.req_id, tokens, identity=identity, shown=shown)
+        prompt = len(new.prompt_token_ids)
+        member = self.requests.start(new.req_id, tokens, identity=identity, shown=shown, prompt=prompt)
         self._place(member, new.block_ids, new.num_computed_tokens, told)
 
     def _go_on(self, cached: Any, told: Told) -> None:
@@ -534,6 +541,15 @@ class Session:
         if brought is not None and brought.start < (end := min(brought.end, computed)):
             arrival = Arrival(member=member, owner=member.owner, start=brought.start, end=end)
             (self._brought if now is None else self._arriving).append(arrival)
+            if now is not None:
+                self._may_discard = _DISCARDS_WITHIN
+
+    def _discard(self, cached: Any) -> None:
+        """Take in which requests have lost what they sampled: what was to be brought for their step did not come."""
+        self._may_discard -= 1
+        for name, generated in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+            if name not in cached.resumed_req_ids and (member := self.requests.discard(name, generated)) is not None:
+                self.manager.row_ended(member.row)
 
     def _adopt(self, arrivals: Sequence[Arrival]) -> None:
         """Take what connectors have brought for what it should be: nobody has seen it written."""

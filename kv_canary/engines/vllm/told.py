@@ -64,6 +64,8 @@ class _Watched:
         _before(connector, "update_state_after_alloc", self._bring)
 
     def _ask(self, request: Any, num_computed_tokens: int, *_: Any, **__: Any) -> None:
+        # What it waited for before did not come, or it was put off since.
+        self._awaited.pop(request.request_id, None)
         self._local[request.request_id] = num_computed_tokens
 
     def _bring(self, request: Any, blocks: Any, num_external_tokens: int, *_: Any, **__: Any) -> None:
