@@ -179,7 +179,7 @@ class Lifetime:
         owners = {owner for owner, _ in held} or {self.freer}
         told = self._freed.setdefault(id(half), [])
         if len(owners) == 1:
-            told.append((*owners, slots))
+            told.append((owners.pop(), slots))
         elif in_order and sum(count for _, count in held) == len(slots):
             told += zip((owner for owner, _ in held), slots.split([count for _, count in held]), strict=True)
         else:

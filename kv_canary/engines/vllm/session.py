@@ -489,6 +489,7 @@ class Session:
             self._has_missed = False
             self.requests.forget()
             self._blocks.forget()
+            self._brought.clear()
             self._forget()
         if self._draft is not None and scheduled.total_num_scheduled_tokens:
             self._both.enter_context(self.manager.one_step())
