@@ -159,7 +159,7 @@ def test_a_wrong_input_id_is_found_by_the_next_forward() -> None:
     assert token.record is not None
     assert token.record.token == 999
     assert f"expected token {a.tokens[4]} of position 4" in token.sentence
-    assert "another token of this position" in token.cause
+    assert "given another token than the request's own" in token.cause
 
 
 def test_a_wrong_position_is_found_when_it_is_written() -> None:
