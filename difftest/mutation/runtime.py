@@ -41,6 +41,8 @@ TESTS = (
     ),
 )
 PARTS = ("bench", "difftest", "kernels", "reference")
+# How a mutant calls the function that a line of a module is in.
+_MODULE = "<module>"
 CACHE = ROOT / ".mutation"
 # Tests that a mutant meets, and their seconds together, without the mutant; and what one meets that is looked at again.
 MOST_TESTS, MOST_SECONDS = 150, 45.0
@@ -75,7 +77,8 @@ class LineMap:
         lines = self.lines.get(mutant.file, {})
         changed = range(mutant.line, mutant.line + mutant.num_lines)
         found = {test for line in changed for test in lines.get(line, ())}
-        if not found and any(line in lines for line in changed):
+        if any(line in lines for line in changed) and (not found or mutant.function == _MODULE):
+            # Whichever test happened to import it first.
             found = set(range(len(self.tests)))
         chosen, seconds = list[str](), 0.0
         for test in self._in_order(found, Path(mutant.file).stem):

@@ -416,6 +416,10 @@ def test_survivors_are_run_again_with_every_test_of_their_lines(tmp_path: Path) 
     # A line that the import alone runs.
     lines = dataclasses.replace(lines, lines={mutant.file: {mutant.line: []}})
     assert lines.tests_of(mutant, again=True)[1] == 115.0
+    # One that a test happened to be the first to import.
+    constant = next(m for m in make_mutants(["kv_canary/constants.py"]) if m.function == "<module>")
+    lines = dataclasses.replace(lines, lines={constant.file: {constant.line: [1]}})
+    assert lines.tests_of(constant, again=True)[1] == 115.0
 
     path = tmp_path / "result.json"
     path.write_text(json.dumps({"mutants": [{"id": mutant.id, "status": "survived"}, {"id": "x", "status": "killed"}]}))
