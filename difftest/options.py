@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +19,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 Option = Callable[[Any], Any]
+
+# Seconds from one line of progress to the next, where nobody sees a bar.
+EVERY_S = 30.0
 
 DEVICES = click.Choice(["cpu", "cuda"])
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -61,13 +67,17 @@ def commit_option(*, default: str | None = None) -> Option:
 def progress(console: Console | None, columns: str = "what bar done elapsed left", **options: Any) -> Progress:
     """Return a progress bar, which goes when it is done unless `options` say otherwise.
 
+    Where the console is no terminal it is on stderr; where that is none either, it is a line every half a minute.
+
     Args:
         console: where it is shown; None: rich's own.
         columns: their names, in order.
         options: of `rich.progress.Progress`.
     """
     # Not imported earlier: whoever asks for help waits for it.
+    from rich import get_console
     from rich import progress as rich
+    from rich.console import Console
 
     named: dict[str, Callable[[], rich.ProgressColumn]] = {
         "spinner": rich.SpinnerColumn,
@@ -80,6 +90,44 @@ def progress(console: Console | None, columns: str = "what bar done elapsed left
         "elapsed": rich.TimeElapsedColumn,
         "left": rich.TimeRemainingColumn,
     }
-    return rich.Progress(
-        *(named[name]() for name in columns.split()), console=console, **{"transient": True, **options}
-    )
+    shown = get_console() if console is None else console
+    kind: type[Progress] = rich.Progress
+    if not shown.is_terminal:
+        shown = Console(stderr=True)
+        kind = rich.Progress if shown.is_terminal else _lines()
+    return kind(*(named[name]() for name in columns.split()), console=shown, **{"transient": True, **options})
+
+
+@functools.cache
+def _lines() -> type[Progress]:
+    """Return the kind of progress that writes lines, for a file or a pipe."""
+    from rich.progress import Progress
+    from rich.text import Text
+
+    class Lines(Progress):
+        """Progress that writes a line every now and then, of the task that has moved, and nothing else."""
+
+        def __init__(self, *columns: Any, **options: Any) -> None:
+            super().__init__(*columns, **{**options, "disable": True})
+
+        said = time.monotonic()
+
+        def update(self, task_id: Any, **changes: Any) -> None:
+            super().update(task_id, **changes)
+            self._say(task_id)
+
+        def advance(self, task_id: Any, advance: float = 1) -> None:
+            super().advance(task_id, advance)
+            self._say(task_id)
+
+        def _say(self, task_id: Any) -> None:
+            now = time.monotonic()
+            if now - self.said < EVERY_S:
+                return
+            self.said = now
+            task = next(task for task in self.tasks if task.id == task_id)
+            share = f", {task.completed:,.0f} of {task.total:,.0f}" if task.total else ""
+            what = Text.from_markup(task.description).plain
+            print(f"kv-canary: {what}{share}, {task.elapsed or 0.0:.0f} s", file=sys.stderr, flush=True)
+
+    return Lines

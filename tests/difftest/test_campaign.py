@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from rich.console import Console
 
 from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.cli import main
@@ -419,3 +421,23 @@ def test_commands_teach() -> None:
     assert "lut-twice" in CliRunner().invoke(main, ["difftest", "planted", "--list"]).output
     entries = json.loads(CliRunner().invoke(main, ["difftest", "corpus", "list", "--json"]).output)
     assert all({"file", "op", "says"} == set(entry) for entry in entries)
+
+
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kv_canary.difftest import options
+
+    monkeypatch.setattr(options, "EVERY_S", 0.0)
+    with options.progress(Console(file=io.StringIO()), "what bar done") as shown:
+        task = shown.add_task("starting", total=40)
+        shown.update(task, completed=7, description="[red]seven[/] cases")
+        shown.advance(task)
+        monkeypatch.setattr(options, "EVERY_S", 1e9)
+        shown.advance(task)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [line.rpartition(",")[0] for line in err.splitlines()] == [
+        "kv-canary: seven cases, 7 of 40",
+        "kv-canary: seven cases, 8 of 40",
+    ]
