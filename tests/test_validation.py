@@ -23,6 +23,7 @@ from kv_canary.difftest import strategies
 from kv_canary.difftest.runner import check_case
 from kv_canary.difftest.simulator import ENGINE_OPS
 from kv_canary.specs import all_specs, get_spec
+from kv_canary.specs.document import ops_page
 from kv_canary.specs.interface import KernelSpec, ScalarSpec, StructSpec, TensorSpec
 
 REPO = Path(__file__).resolve().parents[1]
@@ -826,6 +827,16 @@ def test_the_registry_is_clean_again() -> None:
     assert ADD.name not in all_specs()
     with pytest.raises(AttributeError):
         kc.ops.add_for_validation_tests  # noqa: B018
+
+
+def test_the_page_of_ops_says_every_field_of_every_structure_once() -> None:
+    page = ops_page()
+    for structure in (kc.Endpoint, kc.VerifyPlan, kc.WritePlan, kc.ViolationLog):
+        section = page.split(f"### {structure.__name__}\n")[1].split("\n### ")[0]
+        assert "| field | what | meaning |" in section
+        told = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| ")]
+        assert told[0] == "field"
+        assert told[1:] == [field.name for field in dataclasses.fields(structure) if field.init]
 
 
 def run_outside(code: str, tmp_path: Path) -> str:

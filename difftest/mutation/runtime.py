@@ -76,6 +76,10 @@ class LineMap:
         """
         lines = self.lines.get(mutant.file, {})
         changed = range(mutant.line, mutant.line + mutant.num_lines)
+        if not any(line in lines for line in changed):
+            # Of an expression of constants alone, Python runs the line that its statement begins in.
+            begin = max((line for line in lines if line < mutant.line), default=mutant.line)
+            changed = range(begin, begin + 1)
         found = {test for line in changed for test in lines.get(line, ())}
         if any(line in lines for line in changed) and (not found or mutant.function == _MODULE):
             # Whichever test happened to import it first.

@@ -416,6 +416,9 @@ def test_survivors_are_run_again_with_every_test_of_their_lines(tmp_path: Path) 
     # A line that the import alone runs.
     lines = dataclasses.replace(lines, lines={mutant.file: {mutant.line: []}})
     assert lines.tests_of(mutant, again=True)[1] == 115.0
+    # A line of constants, which is run as one with that before it.
+    lines = dataclasses.replace(lines, lines={mutant.file: {mutant.line - 2: [2], mutant.line + 1: [0]}})
+    assert lines.tests_of(mutant, again=True) == ([files[2]], 25.0)
     # One that a test happened to be the first to import.
     constant = next(m for m in make_mutants(["kv_canary/constants.py"]) if m.function == "<module>")
     lines = dataclasses.replace(lines, lines={constant.file: {constant.line: [1]}})
