@@ -628,7 +628,7 @@ def evidence(write: bool, as_json: bool) -> None:
         raise SystemExit(1 if wrong else 0)
     show(found, console)
     for line in wrong:
-        console.print(line, style="bold red", soft_wrap=True)
+        console.print(line, style="bold red")
     if not wrong:
         console.print("Every page says of what it quotes whether it is of this code.")
     raise SystemExit(1 if wrong else 0)
