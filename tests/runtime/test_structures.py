@@ -1,0 +1,23 @@
+"""What the structures of a call refuse, and what they take for granted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kv_canary as kc
+
+
+@pytest.mark.parametrize(
+    ("layers", "error"), [((), ValueError), ((torch.zeros(4, 8, dtype=torch.uint8), None), TypeError)], ids=str
+)
+def test_layers_are_tensors_all_of_them_and_at_least_one(layers: tuple[object, ...], error: type[Exception]) -> None:
+    with pytest.raises(error, match="layers must be"):
+        kc.KvSource(layers=layers, page_size=1, bytes_per_token=8)  # type: ignore[arg-type]
+
+
+def test_tokens_lie_side_by_side_unless_it_is_said_otherwise() -> None:
+    layers = (torch.zeros(4, 16, dtype=torch.uint8),)
+    assert kc.KvSource(layers=layers, page_size=2, bytes_per_token=8).token_stride_bytes == 8
+    with pytest.raises(ValueError, match="token_stride_bytes must be at least 0, got -1"):
+        kc.KvSource(layers=layers, page_size=2, bytes_per_token=8, token_stride_bytes=-1)
