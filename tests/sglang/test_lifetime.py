@@ -304,6 +304,23 @@ def test_of_a_group_they_are_told_apart_where_its_order_is_kept(kind, page):
         assert named == {4} if owners == (4, 4) else kind != "token" or named == {4, 5}
 
 
+def test_what_is_freed_beside_a_group_is_not_laid_to_those_in_it():
+    engine = Engine("swa", 1)
+    [full, window] = engine.groups
+    held, left = engine.alloc(2), engine.alloc(2)
+    behind = set(window.lut[left].tolist())
+    engine.allocator.free_group_begin()
+    engine.lifetime.freer = 4
+    engine.allocator.free(held)
+    # A window moves on meanwhile: another request's, which nobody names.
+    engine.lifetime.freer = 0
+    engine.allocator.free_swa(left)
+    engine.allocator.free_group_end()
+    told = {(pool, owner): set(slots.tolist()) for pool, slots, owner in engine.lifetime.take()}
+    assert not any(slots & behind for (pool, owner), slots in told.items() if pool is window.pool and owner)
+    assert set(held.tolist()) == told[full.pool, 4]
+
+
 def test_an_allocator_that_is_not_known_is_not_tracked_and_says_so(caplog):
     from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 

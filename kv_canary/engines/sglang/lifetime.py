@@ -62,6 +62,8 @@ class Lifetime:
         self.freer = 0
         # By allocator: what is held back until a group of frees ends: whose, and how many numbers.
         self._held: dict[int, list[tuple[int, int]]] = {}
+        # The same, of the group that is just ending: what is freed meanwhile is what it held back.
+        self._ending: list[tuple[int, int]] = []
         # By owner of the slots: the pools that they are slots of.
         self._pools: dict[int, list[KvPool]] = {}
         # The pools whose bytes the engine keeps on the host for requests that it puts off, with their luts.
@@ -84,10 +86,8 @@ class Lifetime:
             mine = [g.pool for g in groups if half is (full if g.lut is None else windowed)]
             self._pools[id(half)] = list(dict.fromkeys(mine))
             self._watch(half, patches)
-        holders = {id(h): h for h in (allocator, *halves)}
-        for holder in holders.values():
+        for holder in {id(h): h for h in (allocator, *halves)}.values():
             self._hold(holder, patches)
-        self._holders = tuple(holders)
 
     @property
     def has_freed(self) -> bool:
@@ -157,14 +157,21 @@ class Lifetime:
             self._held.setdefault(id(holder), []).append((self.freer, numbers.numel()))
             return original(numbers)
 
+        def begin(original: Callable[..., Any]) -> Any:
+            # Of one that never ended.
+            self._held.pop(id(holder), None)
+            return original()
+
         def end(original: Callable[..., Any]) -> Any:
+            outer, self._ending = self._ending, self._held.pop(id(holder), self._ending)
             try:
                 return original()
             finally:
-                self._held.pop(id(holder), None)
+                self._ending = outer
 
         if hasattr(holder, "_copy_for_free_group") and hasattr(holder, "free_group_end"):
             patches.wrap(holder, "_copy_for_free_group", hold)
+            patches.wrap(holder, "free_group_begin", begin)
             patches.wrap(holder, "free_group_end", end)
 
     def _note(self, half: Any, slots: torch.Tensor, *, in_order: bool = False) -> None:
@@ -175,7 +182,7 @@ class Lifetime:
             slots: int64.
             in_order: whether those that were held back lie in the order in which they were.
         """
-        held = [each for holder in self._holders for each in self._held.get(holder, ())]
+        held = self._ending
         owners = {owner for owner, _ in held} or {self.freer}
         told = self._freed.setdefault(id(half), [])
         if len(owners) == 1:

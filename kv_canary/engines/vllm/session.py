@@ -358,10 +358,10 @@ class Session:
             return
         self._pending = True
         arrivals, self._arriving = self._arriving, []
-        if arrivals:
-            with self._contain("taking in what a connector has brought"):
-                self._adopt(arrivals)
         try:
+            if arrivals:
+                with self._contain("taking in what a connector has brought"):
+                    self._adopt(arrivals)
             watched.tail(given=self._given)
             watched.end()
         except BaseException:
@@ -511,7 +511,7 @@ class Session:
         tokens = new.prompt_token_ids if new.prefill_token_ids is None else new.prefill_token_ids
         tokens, shown = with_images(tokens, new.mm_features)
         identity = identity_of(new, salt=told.salts.get(new.req_id))
-        prompt = len(new.prompt_token_ids)
+        prompt = len(new.prompt_token_ids or tokens)
         member = self.requests.start(new.req_id, tokens, identity=identity, shown=shown, prompt=prompt)
         self._place(member, new.block_ids, new.num_computed_tokens, told)
 
