@@ -39,6 +39,9 @@ class CanaryConfig:
             apart, as far as records and seals stay below 0.3 % of the pool; "model" takes all of them together; "off".
             None: "layer" on a GPU where `track_lifetime` is on, and with `check_writes`; else "off": on a CPU it takes
             as long as a model.
+        shared_seals: make seals that other processes can hold the bytes against, where KV is handed from one to
+            another, through storage too; nobody outside can make bytes that fit the others. None: where there are two
+            records, and where an adapter sees that pages go to storage.
         scrub_share: share of the time that going round the pools may take.
         admission: where seals are kept, hold a request's cached prefix against them before its first forward.
         completion: likewise, hold all that a request rested on against them when it has ended.
@@ -84,6 +87,7 @@ class CanaryConfig:
     verify_bytes_at_tail: bool = False
     records: Records = "one"
     seals: Seals | None = None
+    shared_seals: bool | None = None
     scrub_share: float = 0.002
     admission: bool = True
     completion: bool = True

@@ -55,10 +55,13 @@ class TierFacts:
         waiting: that have arrived on the host and not been looked at.
         rounds: times that all of the tier has been looked at.
         memory: bytes of host memory that records and seals take.
+        brought, brought_unknown: that came to the host from elsewhere, with records and without.
     """
 
     backed_up: int = 0
     loaded: int = 0
+    brought: int = 0
+    brought_unknown: int = 0
     verified: int = 0
     unsealed: int = 0
     waiting: int = 0
@@ -87,10 +90,24 @@ class _Load:
     arrived: torch.cuda.Event | None = None
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Expected:
+    """Slots on the host that bytes are about to come to from elsewhere, as they were before.
+
+    Args:
+        slots: int64 [n].
+        generations: of each.
+    """
+
+    slots: torch.Tensor
+    generations: np.ndarray
+
+
 class HostTier:
     """The host's slots of a pool: their records, seals and bytes, and where each of them is.
 
-    Which slots hold something is taken in on the engine's own thread; the bytes are looked at in another one.
+    `device_pool` is the pool, and `pool` that of the host's slots. Which slots hold something is taken in on the
+    engine's own thread; the bytes are looked at in another one.
 
     Args:
         manager: the canary of the pool.
@@ -121,7 +138,7 @@ class HostTier:
         for half, here, there in (("k_source", k_source, pool.k_source), ("v_source", v_source, pool.v_source)):
             if here is not None and (there is None or _shape(here) != _shape(there)):
                 raise ValueError(must_be("HostTier", half, "of the pool's layers and bytes", str(_shape(here))))
-        self._manager, self._device_pool = manager, pool
+        self._manager, self.device_pool = manager, pool
         self.pool = KvPool(
             name=f"{pool.name} on the host",
             num_slots=num_slots + 1,
@@ -152,9 +169,11 @@ class HostTier:
         # Slots of which nobody can say what they hold.
         self._is_unknown = np.zeros(num_slots + 1, bool)
         self._backups: deque[_Backup] = deque()
+        # What has come from elsewhere, with records and seals side by side or without, from any thread.
+        self._brought: deque[tuple[Expected, torch.Tensor | None]] = deque()
         self._loads: list[_Load] = []
         self._loading: _Load | None = None
-        self._backed_up = self._loaded = 0
+        self._backed_up = self._loaded = self._came = self._came_unknown = 0
         self._waiting: deque[int] = deque(maxlen=_MOST_WAITING)
         self._cursor, self._rounds = 1, 0
         self._verified = self._unsealed = 0
@@ -171,7 +190,7 @@ class HostTier:
             device_slots: int64 [n], of the pool.
             host_slots: int64 [n] on the CPU, the engine's numbers.
         """
-        pool, host = self._device_pool, host_slots.to("cpu", torch.int64) + 1
+        pool, host = self.device_pool, host_slots.to("cpu", torch.int64) + 1
         self._forget(host)
         slots = device_slots.to(self._manager.device, torch.int64)
         if slots.is_cuda:
@@ -226,11 +245,46 @@ class HostTier:
             self._loading.arrived.record()
         self._loading = None
 
-    def doubt(self, host_slots: torch.Tensor) -> None:
-        """Take in that slots may get what nobody can say, until a backup says it; int64, the engine's numbers."""
-        slots = host_slots.to("cpu", torch.int64) + 1
-        self._forget(slots)
-        self._is_unknown[slots.numpy()] = True
+    @property
+    def width(self) -> int:
+        """Words of a slot's record and seal together."""
+        return self._width
+
+    def rows_of(self, host_slots: torch.Tensor) -> torch.Tensor | None:
+        """Return int64 [n, `width`], records and seals of slots side by side; None where one of them has none.
+
+        From any thread, while the engine lets nobody else have the slots.
+
+        Args:
+            host_slots: int64 [n] on the CPU, the engine's numbers.
+        """
+        host = host_slots.to("cpu", torch.int64) + 1
+        if not self._is_there[host.numpy()].all():
+            return None
+        parts = [self.pool.records[host]]
+        if self._seals is not None:
+            parts.append(self._seals[host])
+        return torch.cat(parts, dim=1)
+
+    def expect(self, host_slots: torch.Tensor) -> Expected:
+        """Return what `bring` wants of slots that bytes are about to come to; from any thread.
+
+        Args:
+            host_slots: int64 [n] on the CPU, the engine's numbers.
+        """
+        host = host_slots.to("cpu", torch.int64) + 1
+        return Expected(slots=host, generations=self._generations[host.numpy()])
+
+    def bring(self, expected: Expected, rows: torch.Tensor | None) -> None:
+        """Take in that the bytes of slots have come from elsewhere, if nobody has got the slots meanwhile.
+
+        From any thread, once they are there, and before a load of them. Bytes are held against their seals, in turn.
+
+        Args:
+            expected: what `expect` gave before.
+            rows: what `rows_of` gave where they were stored; None: nobody can say what has come.
+        """
+        self._brought.append((expected, rows))
 
     def free(self, host_slots: torch.Tensor) -> None:
         """Take in that the engine may give slots to others; int64, the engine's numbers."""
@@ -242,6 +296,7 @@ class HostTier:
         self._is_there[:] = self._is_unknown[:] = False
         self.pool.records.zero_()
         self._backups.clear()
+        self._brought.clear()
 
     def forget(self) -> None:
         """Take in that nobody can say what any slot holds: what comes back is taken in anew, from what it is then."""
@@ -255,10 +310,12 @@ class HostTier:
     @property
     def is_quiet(self) -> bool:
         """Whether nothing is to be done before the next forward."""
-        return not self._backups and not self._loads
+        return not self._backups and not self._loads and not self._brought
 
     def settle(self) -> None:
-        """Take in the records of backups that have arrived."""
+        """Take in the records of backups that have arrived, and of what has come from elsewhere."""
+        while self._brought:
+            self._take_in_brought(*self._brought.popleft())
         while self._backups:
             backup = self._backups[0]
             if backup.arrived is not None and not backup.arrived.query():
@@ -272,7 +329,7 @@ class HostTier:
         On the stream of the forwards, before the first one that reads it; the stream waits for the bytes.
         """
         loads, self._loads = self._loads, []
-        pool, manager = self._device_pool, self._manager
+        pool, manager = self.device_pool, self._manager
         for load in loads:
             if load.slots.is_cuda:
                 load.slots.record_stream(torch.cuda.current_stream(load.slots.device))
@@ -300,6 +357,8 @@ class HostTier:
             waiting=len(self._waiting),
             rounds=self._rounds,
             memory=self.pool.records.nbytes + (0 if self._seals is None else self._seals.nbytes),
+            brought=self._came,
+            brought_unknown=self._came_unknown,
         )
 
     # The bytes on the host.
@@ -411,6 +470,23 @@ class HostTier:
         self._backed_up += len(numbers)
         self._waiting.extend(numbers.tolist())
         self._report_unowned(numbers, rows[:, :RECORD_WORDS].numpy(), has_gaps=backup.has_gaps)
+
+    def _take_in_brought(self, expected: Expected, rows: torch.Tensor | None) -> None:
+        stayed = self._generations[expected.slots.numpy()] == expected.generations
+        host = expected.slots[torch.from_numpy(stayed)]
+        self._forget(host)
+        numbers = host.numpy()
+        if rows is None:
+            self._is_unknown[numbers] = True
+            self._came_unknown += len(numbers)
+            return
+        rows = rows[torch.from_numpy(stayed)]
+        self.pool.records[host] = rows[:, :RECORD_WORDS]
+        if self._seals is not None:
+            self._seals[host] = rows[:, RECORD_WORDS:]
+        self._is_there[numbers] = True
+        self._came += len(numbers)
+        self._waiting.extend(numbers.tolist())
 
     def _report_unowned(self, numbers: np.ndarray, records: np.ndarray, *, has_gaps: bool) -> None:
         """Report slots that were backed up when nobody had written them, or had them any more."""

@@ -59,9 +59,10 @@ class CanaryContext:
             for pool in self.pools:
                 pool.keep_head_records()
         if self.seals != "off":
-            # Nobody outside can make bytes that fit a seal: the seed is of this process alone. Where pools are handed
-            # from one process to another, it is the same everywhere.
-            seed = _CROSSING_SEED if config.records == "head_and_tail" else secrets.randbits(63)
+            # Nobody outside can make bytes that fit a seal: the seed is of this process alone. Where KV is handed from
+            # one process to another, it is the same everywhere.
+            crosses = config.records == "head_and_tail" if config.shared_seals is None else config.shared_seals
+            seed = _CROSSING_SEED if crosses else secrets.randbits(63)
             for pool in self.pools:
                 pool.keep_seals(by_layer=self.seals == "layer", seed=seed)
         self.state = CanaryDeviceState(

@@ -18,6 +18,7 @@ TEXTS: dict[str, tuple[str, Any]] = {
     "verify_bytes_at_tail": ("1", True),
     "records": ("head_and_tail", "head_and_tail"),
     "seals": ("model", "model"),
+    "shared_seals": ("1", True),
     "scrub_share": ("0.01", 0.01),
     "admission": ("off", False),
     "completion": ("0", False),

@@ -389,3 +389,97 @@ def test_bytes_that_are_still_on_their_way_are_waited_for_before_they_are_looked
 def test_an_empty_tier_has_nothing_to_look_at() -> None:
     t = Tiered()
     assert t.tier.check() == t.tier.check(whole=True) == 0
+
+
+def kept_elsewhere(**options: Any) -> tuple[Tiered, Request, torch.Tensor, torch.Tensor]:
+    """Return an engine, a request, what is kept of ten of its slots elsewhere, and other slots for it on the host."""
+    t, a, device, host = lived(**options)
+    t.backup(device, host)
+    assert t.tier.rows_of(host) is None
+    t.tier.settle()
+    rows = t.tier.rows_of(host)
+    assert rows is not None
+    assert rows.shape == (10, t.tier.width)
+    assert t.tier.rows_of(torch.tensor([19, 20])) is None
+    t.engine.manager.retire(t.group.pool, device, owner=a.owner)
+    there = torch.arange(40, 50)
+    for half in t.halves:
+        half[:, there] = half[:, host]
+        half[:, host] = 0
+    t.tier.free(host)
+    return t, a, rows, there
+
+
+@pytest.mark.parametrize("seals", ["layer", "off"])
+def test_what_comes_from_elsewhere_is_held_against_what_was_kept(seals: str) -> None:
+    t, a, rows, there = kept_elsewhere(seals=seals)
+    expected = t.tier.expect(there)
+    assert t.tier.is_quiet
+    t.tier.bring(expected, rows)
+    assert not t.tier.is_quiet
+    t.load(there, a, 0)
+    t.step((a, 1))
+    assert t.found() == {}
+    facts = t.tier.facts
+    assert (facts.brought, facts.brought_unknown, facts.loaded) == (10, 0, 10)
+    assert facts.verified == (10 if seals == "layer" else 0)
+    assert t.engine.manager.summary().unverified == 0
+
+
+def test_what_arrives_otherwise_than_it_was_kept_is_found_on_the_host() -> None:
+    t, _, rows, there = kept_elsewhere()
+    assert t.tier.check(whole=True) == 0
+    t.halves[1][0, 44, 2] ^= 1
+    t.tier.bring(t.tier.expect(there), rows)
+    t.tier.settle()
+    assert t.tier.facts.waiting == 10
+    # What has just arrived comes first.
+    assert t.tier.check() == 10
+    t.engine.manager.flush()
+    [report] = t.engine.manager.reports
+    assert (report.group, report.slot, report.position, report.reasons) == ("full on the host", 45, 4, ("SEAL_V",))
+
+
+def test_what_comes_without_records_is_taken_in_and_counted() -> None:
+    t, a, _, there = kept_elsewhere()
+    t.tier.bring(t.tier.expect(there), None)
+    t.load(there, a, 0)
+    t.step((a, 1))
+    assert t.found() == {}
+    assert (t.tier.facts.brought, t.tier.facts.brought_unknown) == (0, 10)
+    assert t.engine.manager.summary().unverified == 10
+
+
+def test_what_never_came_is_found_by_who_reads_it() -> None:
+    t, a, rows, there = kept_elsewhere()
+    t.tier.bring(t.tier.expect(there[:6]), rows[:6])
+    t.load(there, a, 0)
+    t.step((a, 1))
+    assert t.found() == {("NEVER_WRITTEN",): {"full"}}
+    assert {r.position for r in t.engine.manager.reports} == {6, 7, 8, 9}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_comes_to_slots_that_are_anothers_by_then_is_left_out(known: bool) -> None:
+    t, a, rows, there = kept_elsewhere()
+    expected = t.tier.expect(there)
+    t.tier.free(there[:4])
+    t.tier.bring(expected, rows if known else None)
+    t.tier.settle()
+    assert (t.tier.facts.brought, t.tier.facts.brought_unknown) == ((6, 0) if known else (0, 6))
+    assert (t.tier.rows_of(there[4:]) is not None) == known
+    assert t.tier.rows_of(there[:4]) is None
+    t.load(there, a, 0)
+    t.step((a, 1))
+    assert {r.position for r in t.engine.manager.reports} <= {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("how", ["clear", "forget"])
+def test_an_emptied_tier_takes_nothing_in_that_came_before(how: str) -> None:
+    t, _, rows, there = kept_elsewhere()
+    t.tier.bring(t.tier.expect(there), rows)
+    getattr(t.tier, how)()
+    assert t.tier.is_quiet
+    t.tier.settle()
+    assert t.tier.facts.brought == 0
+    assert t.tier.rows_of(there) is None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 
 from kv_canary.difftest.stress.sglang import tiers as tiers_campaign
 from kv_canary.engines.sglang import hicache, session
+from kv_canary.engines.sglang.storage import StoredPages
 from kv_canary.tier import HostTier
 
 from . import engine
@@ -204,6 +207,13 @@ def test_what_goes_wrong_on_the_way_is_found_and_nothing_without() -> None:
     }
 
 
+def test_what_another_request_has_stored_is_found_by_its_identity() -> None:
+    [setting] = [s for s in tiers_campaign.SETTINGS if s.name == "files, 3 layers"]
+    rows = tiers_campaign.campaign([setting], ["healthy", "the key forgets the salt"], [0])
+    assert [text for row in rows for text in tiers_campaign.objections(row)] == []
+    assert [row["where"] for row in rows] == [{}, {"head": 1}]
+
+
 def test_a_node_whose_host_slots_are_another_ones_is_found_by_its_tokens(llama):
     """Slots that were given to another behind the tree's back: the bytes fit their seals, and not the text."""
     scheduler = watched(llama)
@@ -223,25 +233,225 @@ def test_a_node_whose_host_slots_are_another_ones_is_found_by_its_tokens(llama):
     assert {"TOKEN"} <= seen()["full"]
 
 
-def test_what_comes_from_files_is_taken_in_as_it_comes(llama, tmp_path, monkeypatch):
-    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
-    stored = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete"}
-    scheduler = watched(llama, **stored, **VARIANTS["write through"])
+STORED = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete"}
+
+
+def with_files(model: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **args: Any) -> Any:
+    """Return a watched scheduler that stores pages in a folder."""
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(folder))
+    scheduler = watched(model, **STORED, **VARIANTS["write through"], **args)
     scheduler.tree_cache.prefetch_threshold = scheduler.tree_cache.cache_controller.prefetch_threshold = 16
-    served(scheduler, [PROMPT])
+    return scheduler
+
+
+def pages(folder: Path) -> list[Path]:
+    """Return the files of pages, the first page's first."""
+    found = [file for file in folder.glob("*.bin") if not file.name.startswith("kv-canary")]
+    return sorted(found, key=lambda file: file.stat().st_mtime_ns)
+
+
+def stored(scheduler: Any, prompt: list[int], folder: Path) -> None:
+    """Serve a prompt, and wait until its pages and their records are in files."""
+    before = in_storage().get("stored", 0)
+    served(scheduler, [prompt])
     end = time.monotonic() + 30
-    while len(list(tmp_path.glob("*.bin"))) < 5 and time.monotonic() < end:
-        time.sleep(0.1)
+    while in_storage().get("stored", 0) < before + len(prompt) // 16 and time.monotonic() < end:
+        engine.run_all(scheduler)
+        time.sleep(0.02)
+    assert in_storage()["stored"] == before + len(prompt) // 16
+    assert scheduler.flush_cache()
+
+
+def in_storage() -> dict[str, int]:
+    facts: dict[str, int] = session.current().status()["host_tiers"].get("storage", {})
+    return facts
+
+
+@pytest.mark.parametrize("kind", ["llama", "mellum"])
+def test_what_comes_from_files_is_held_against_what_was_stored(request, kind, tmp_path, monkeypatch):
+    model = request.getfixturevalue(kind)
+    scheduler = with_files(model, tmp_path, monkeypatch)
+    served(scheduler, [PROMPT])
+    wait_for_files(scheduler, tmp_path)
+    assert "stored_without" not in in_storage()
     assert scheduler.flush_cache()
     [req] = served(scheduler, [PROMPT])
-    assert engine.is_greedy(llama, PROMPT, req.output_ids)
+    assert engine.is_greedy(model, PROMPT, req.output_ids)
     assert req.cached_tokens > 0
     looked_at()
     assert seen() == {}
-    # As many as came back, and no more.
-    assert session.current().manager.summary().unverified == req.cached_tokens
+    facts = in_storage()
+    assert session.current().manager.summary().unverified == 0
+    assert facts["brought"] >= req.cached_tokens // 16
+    assert "brought_without" not in facts
+    assert all(tier.facts.brought for tier in tiers())
     served(scheduler, [PROMPT])
     assert seen() == {}
+
+
+def wait_for_files(scheduler: Any, folder: Path) -> None:
+    """Wait until nothing is stored any more."""
+    end, count = time.monotonic() + 30, -1
+    while count != (count := len(list(folder.glob("*.bin")))) and time.monotonic() < end:
+        time.sleep(0.5)
+        engine.run_all(scheduler)
+
+
+def test_another_process_holds_what_it_finds_against_what_was_stored(llama, tmp_path, monkeypatch):
+    stored(with_files(llama, tmp_path, monkeypatch), PROMPT, tmp_path)
+    session.current().close()
+    scheduler = with_files(llama, tmp_path, monkeypatch)
+    [req] = served(scheduler, [PROMPT])
+    assert engine.is_greedy(llama, PROMPT, req.output_ids)
+    looked_at()
+    assert (seen(), session.current().manager.summary().unverified) == ({}, 0)
+    assert in_storage()["brought"] == req.cached_tokens // 16 > 0
+    # Nobody here has written it.
+    [used] = tiers()
+    writers = used.pool.records[torch.from_numpy(used._is_there.nonzero()[0])][: req.cached_tokens, 3]
+    assert (writers & ((1 << 24) - 1)).tolist() == [0] * req.cached_tokens
+
+
+def test_what_is_stored_without_records_is_taken_in_as_it_comes(llama, tmp_path, monkeypatch):
+    scheduler = with_files(llama, tmp_path, monkeypatch)
+    stored(scheduler, PROMPT, tmp_path)
+    for file in tmp_path.glob("kv-canary*"):
+        file.unlink()
+    [req] = served(scheduler, [PROMPT])
+    assert engine.is_greedy(llama, PROMPT, req.output_ids)
+    looked_at()
+    assert seen() == {}
+    # As many as came back, and no more.
+    assert session.current().manager.summary().unverified == req.cached_tokens > 0
+    assert in_storage()["brought_without"] == req.cached_tokens // 16
+    served(scheduler, [PROMPT])
+    assert seen() == {}
+
+
+def rot(file: Path, at: int) -> None:
+    """Flip a bit of a file; nobody has written to it."""
+    facts, data = file.stat(), bytearray(file.read_bytes())
+    data[at] ^= 4
+    with open(file, "r+b") as there:
+        there.write(data)
+    os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+def test_a_rotten_file_is_found_before_it_is_read(llama, tmp_path, monkeypatch):
+    scheduler = with_files(llama, tmp_path, monkeypatch)
+    stored(scheduler, PROMPT, tmp_path)
+    rot(pages(tmp_path)[2], 1234)
+    served(scheduler, [PROMPT])
+    looked_at()
+    found = seen()
+    # On the host, and where it arrived on the device.
+    assert set(found) == {"full on the host", "full"}
+    assert set().union(*found.values()) <= {"SEAL_K", "SEAL_V"}
+    assert {r.position // 16 for r in session.current().manager.reports} == {2}
+
+
+def test_another_pages_file_is_found_by_its_tokens(llama, tmp_path, monkeypatch):
+    """Its records are those of the file, whatever it is called."""
+    scheduler = with_files(llama, tmp_path, monkeypatch)
+    stored(scheduler, PROMPT, tmp_path)
+    mine = pages(tmp_path)
+    stored(scheduler, Tokens(77)(96), tmp_path)
+    others = [file for file in pages(tmp_path) if file not in mine]
+    os.replace(others[3], mine[3])
+    served(scheduler, [PROMPT])
+    looked_at()
+    found = seen()
+    assert set(found) == {"full"}
+    assert {"TOKEN"} <= found["full"]
+    assert session.current().manager.reports[0].position == 48
+
+
+def test_a_file_that_others_have_replaced_is_not_held_against_what_it_was(llama, tmp_path, monkeypatch):
+    scheduler = with_files(llama, tmp_path, monkeypatch)
+    stored(scheduler, PROMPT, tmp_path)
+    page = pages(tmp_path)[1]
+    (tmp_path / "new").write_bytes(page.read_bytes())
+    rot(tmp_path / "new", 99)
+    os.replace(tmp_path / "new", page)
+    served(scheduler, [PROMPT])
+    looked_at()
+    assert seen() == {}
+    assert session.current().manager.summary().unverified == 16
+    assert in_storage()["brought_without"] == 1
+
+
+def test_a_page_that_another_has_stored_is_not_given_records(llama, tmp_path, monkeypatch):
+    scheduler = with_files(llama, tmp_path, monkeypatch)
+    controller = scheduler.tree_cache.cache_controller
+    set_page = controller.storage_backend.set
+
+    def another_was_quicker(key: str, value: Any) -> bool:
+        if not key.startswith("kv-canary"):
+            value = value.clone()
+            value.view(torch.uint8)[0] ^= 1
+        return bool(set_page(key, value))
+
+    controller.storage_backend.set = another_was_quicker
+    served(scheduler, [PROMPT])
+    wait_for_files(scheduler, tmp_path)
+    assert in_storage() == {"stored_by_others": len(PROMPT) // 16}
+    assert seen() == {}
+
+
+def test_a_truncated_file_is_computed_anew(llama, tmp_path, monkeypatch):
+    scheduler = with_files(llama, tmp_path, monkeypatch)
+    stored(scheduler, PROMPT, tmp_path)
+    page = pages(tmp_path)[2]
+    page.write_bytes(page.read_bytes()[:-64])
+    [req] = served(scheduler, [PROMPT])
+    assert engine.is_greedy(llama, PROMPT, req.output_ids)
+    looked_at()
+    assert seen() == {}
+
+
+def test_pages_that_never_came_and_are_taken_for_brought_are_found(llama, tmp_path, monkeypatch):
+    """A prefetch that was cut short is published as a whole one."""
+    scheduler = with_files(llama, tmp_path, monkeypatch)
+    stored(scheduler, PROMPT, tmp_path)
+    controller = scheduler.tree_cache.cache_controller
+    transfer = controller._page_transfer_kv_batch
+
+    def cut_short(operation: Any, keys: Any, slots: Any, *more: Any) -> int:
+        transfer(operation, keys[:3], slots[: 3 * 16], *more)
+        return len(keys)
+
+    controller._page_transfer_kv_batch = cut_short
+    served(scheduler, [PROMPT])
+    looked_at()
+    found = seen()
+    assert {"NEVER_WRITTEN"} <= found["full"]
+    assert min(r.position for r in session.current().manager.reports) == 48
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_good"),
+    [
+        ({}, True),
+        ({3: 1}, True),
+        ({2: 5}, True),
+        ({2: 5, 3: 1}, False),
+        ({5: 1}, False),
+        ({4: 1}, False),
+        ({1: 2}, False),
+    ],
+)
+def test_records_of_others_are_relied_on_only_where_their_numbers_are_the_same(
+    llama, tmp_path, monkeypatch, changed, is_good
+):
+    scheduler = with_files(llama, tmp_path, monkeypatch)
+    its = session.current()._host_tiers._storage
+    words = its._head("kv", 16)
+    for place, value in changed.items():
+        words[place] = value
+    assert its._is_good("kv", words, 16) is is_good
+    its._has_adapters = True
+    assert its._is_good("kv", words, 16) is (is_good and 2 not in changed)
+    assert scheduler.flush_cache()
 
 
 @pytest.mark.parametrize("part", ["backup", "load", "land", "settle", "free", "check"])
@@ -261,6 +471,26 @@ def test_a_tier_that_fails_in_log_mode_costs_no_more_than_its_watch(llama, monke
             break
         time.sleep(0.05)
     assert scheduler.flush_cache()
+    state = session.current().status()
+    assert (state["off"], state["violations"]) == ("", 0)
+    assert state["failures"]
+
+
+@pytest.mark.parametrize("part", ["rows_of", "expect", "bring", "_read", "_store"])
+def test_records_in_storage_that_fail_cost_no_more_than_their_watch(llama, tmp_path, monkeypatch, part):
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(part)
+
+    scheduler = with_files(llama, tmp_path, monkeypatch)
+    monkeypatch.setattr(HostTier if hasattr(HostTier, part) else StoredPages, part, fails)
+    served(scheduler, [PROMPT])
+    wait_for_files(scheduler, tmp_path)
+    assert scheduler.flush_cache()
+    for _ in range(2):
+        [req] = served(scheduler, [PROMPT])
+        assert engine.is_greedy(llama, PROMPT, req.output_ids)
+        assert req.cached_tokens > 0
+    looked_at()
     state = session.current().status()
     assert (state["off"], state["violations"]) == ("", 0)
     assert state["failures"]

@@ -72,9 +72,12 @@ def start_scheduler(model: Path | str, **arguments: Any) -> Any:
     return Scheduler(server, ports)
 
 
-def submit(scheduler: Any, request_id: str, prompt: Sequence[int], *, new_tokens: int) -> Any:
-    """Queue a request that decodes greedily, end-of-text or not; return SGLang's `Req`, which fills as steps run."""
-    scheduler.process_input_requests([message(request_id, prompt, new_tokens=new_tokens)])
+def submit(scheduler: Any, request_id: str, prompt: Sequence[int], *, new_tokens: int, **fields: Any) -> Any:
+    """Queue a request that decodes greedily, end-of-text or not; return SGLang's `Req`, which fills as steps run.
+
+    fields: see `message`.
+    """
+    scheduler.process_input_requests([message(request_id, prompt, new_tokens=new_tokens, **fields)])
     return scheduler.waiting_queue[-1]
 
 

@@ -2,7 +2,8 @@
 
 A real scheduler with HiCache on the CPU, whose compiled copies have stand-ins. A life serves a prompt, pushes it off
 the device by others, and serves it again, so that its KV goes to host memory and comes back; somewhere on the way one
-thing goes wrong. What the thread on the host does, the life does: it looks at a piece after every step.
+thing goes wrong. With storage, everything is flushed in between, so that its KV comes back out of files. What the
+thread on the host does, the life does: it looks at a piece after every step.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,17 +36,21 @@ PAGE, POOL, PROMPT, NEW_TOKENS, OTHERS = 16, 512, 104, 6, 7
 # Whole pages of the prompt, which go to the host.
 KEPT = PROMPT // PAGE * PAGE
 
-Phase = Literal["backup", "host", "load"]
+# Of two requests with the same prompt, which must not find each other's KV.
+_SALTS = ("one", "another")
+
+Phase = Literal["backup", "host", "load", "storage"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """An engine: how it writes, how its host memory lies, how many layers its model has."""
+    """An engine: how it writes, how its host memory lies, how many layers its model has, whether it stores pages."""
 
     name: str
     policy: str
     layout: str
     layers: int = 3
+    stores: bool = False
 
 
 SETTINGS = (
@@ -52,6 +58,8 @@ SETTINGS = (
     Setting(name="write-back, 3 layers", policy="write_back", layout="page_first_direct"),
     Setting(name="write-through, 32 layers", policy="write_through", layout="page_first_direct", layers=32),
     Setting(name="write-through, 80 layers", policy="write_through", layout="layer_first", layers=80),
+    Setting(name="files, 3 layers", policy="write_through", layout="layer_first", stores=True),
+    Setting(name="files, 32 layers", policy="write_through", layout="page_first_direct", layers=32, stores=True),
 )
 
 
@@ -100,9 +108,11 @@ class Fault:
 
     Args:
         name, doc: what it is called, and what goes wrong.
-        phase: when: while KV is backed up, while it lies on the host, or while it is loaded.
+        phase: when: while KV is backed up, while it lies on the host, while it is loaded, or in storage.
         before, behind: do it to a copy, before it is made or behind it; `before` returns True where it is not made.
         operation: does it to the controller's operation, before records and bytes are.
+        files: does it to the files of a prompt's pages, in order, and to those of another prompt's.
+        around: gives a context in which pages are stored and brought.
     """
 
     name: str
@@ -111,6 +121,8 @@ class Fault:
     before: Callable[[Copy], bool] | None = None
     behind: Callable[[Copy], None] | None = None
     operation: Callable[[Any, random.Random], None] | None = None
+    files: Callable[[Sequence[Path], Sequence[Path], random.Random], None] | None = None
+    around: Callable[[Any, random.Random], AbstractContextManager[Any]] | None = None
 
 
 def _some(copy: Copy, count: int) -> slice:
@@ -191,6 +203,47 @@ def _as_if_pages_were_half(operation: Any, rng: random.Random) -> None:
     operation.host_indices = operation.host_indices // 2 // PAGE * PAGE + operation.host_indices % PAGE
 
 
+def _rots(mine: Sequence[Path], others: Sequence[Path], rng: random.Random) -> None:
+    file = rng.choice(mine)
+    facts, data = file.stat(), bytearray(file.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    with open(file, "r+b") as there:
+        there.write(data)
+    # Nobody has written to it.
+    os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+def _renamed(mine: Sequence[Path], others: Sequence[Path], rng: random.Random) -> None:
+    place = rng.randrange(len(mine))
+    os.replace(others[place], mine[place])
+
+
+def _swapped(mine: Sequence[Path], others: Sequence[Path], rng: random.Random) -> None:
+    a, b = rng.sample(mine, 2)
+    aside = a.with_suffix(".aside")
+    for old, new in ((a, aside), (b, a), (aside, b)):
+        os.replace(old, new)
+
+
+def _published_whole(controller: Any, rng: random.Random) -> AbstractContextManager[Any]:
+    """A prefetch that was cut short is published as a whole one: sglang#30738's form."""
+    transfer, there = controller._page_transfer_kv_batch, rng.randrange(1, KEPT // PAGE)
+
+    def cut_short(operation: Any, keys: Any, slots: Any, *more: Any) -> int:
+        transfer(operation, keys[:there], slots[: there * PAGE], *more)
+        return len(keys)
+
+    return mock.patch.object(controller, "_page_transfer_kv_batch", cut_short)
+
+
+def _forgets_the_salt(controller: Any, rng: random.Random) -> AbstractContextManager[Any]:
+    from sglang.srt.mem_cache import utils
+
+    # Names that are made outside of Python keep the salt: so all are given the first request's.
+    seed = utils.storage_namespace_seed(None, _SALTS[0])
+    return mock.patch.object(utils, "storage_namespace_seed", return_value=seed)
+
+
 FAULTS = (
     Fault(
         name="backed up too early",
@@ -227,6 +280,26 @@ FAULTS = (
         doc="a load counts host pages as half as long as they are",
         operation=_as_if_pages_were_half,
     ),
+    Fault(name="a bit rots in a file", doc="a random bit of a page's file flips", phase="storage", files=_rots),
+    Fault(
+        name="another prompt's file",
+        doc="a page's file is put in the place of another's",
+        phase="storage",
+        files=_renamed,
+    ),
+    Fault(name="two files swapped", doc="files of two pages have each other's names", phase="storage", files=_swapped),
+    Fault(
+        name="prefetch cut short",
+        doc="the last pages of a prefetch never come, and it is published as whole",
+        phase="storage",
+        around=_published_whole,
+    ),
+    Fault(
+        name="the key forgets the salt",
+        doc="names of files are made without the requests' cache salt: one finds the other's pages",
+        phase="storage",
+        around=_forgets_the_salt,
+    ),
 )
 HEALTHY = Fault(name="healthy", doc="nothing goes wrong")
 
@@ -237,6 +310,11 @@ class Engine:
     def __init__(self, setting: Setting, folder: Path) -> None:
         from kv_canary.demo.models import save_tiny_model
 
+        self._files = folder / "files"
+        more: dict[str, Any] = {}
+        if setting.stores:
+            more = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete"}
+            os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(self._files)
         os.environ |= {
             "KV_CANARY_MODE": "log",
             "KV_CANARY_SEALS": "layer",
@@ -253,6 +331,7 @@ class Engine:
             hicache_write_policy=setting.policy,
             page_size=PAGE,
             max_total_tokens=POOL,
+            **more,
         )
         from kv_canary.engines.sglang import session
 
@@ -266,11 +345,15 @@ class Engine:
         self.controller = self.scheduler.tree_cache.cache_controller
         self.pool = self.controller.mem_pool_host.entries[0].host_pool
         self._numbers = itertools.count()
+        self._stores = setting.stores
+        if setting.stores:
+            # Prompts that are so short are fetched too.
+            self.scheduler.tree_cache.prefetch_threshold = self.controller.prefetch_threshold = PAGE
 
-    def serve(self, prompts: Sequence[Sequence[int]]) -> list[Any]:
+    def serve(self, prompts: Sequence[Sequence[int]], *, salt: str | None = None) -> list[Any]:
         """Serve prompts to their end; look at a piece of the host after every step."""
         reqs = [
-            engine.submit(self.scheduler, f"r{next(self._numbers)}", prompt, new_tokens=NEW_TOKENS)
+            engine.submit(self.scheduler, f"r{next(self._numbers)}", prompt, new_tokens=NEW_TOKENS, cache_salt=salt)
             for prompt in prompts
         ]
         end = time.monotonic() + 120
@@ -301,6 +384,8 @@ class Engine:
         prompt = some(PROMPT)
         manager.reports.clear()
         began = {"step": 0}
+        if self._stores:
+            return self._outcome(*self._live_with_files(fault, prompt, some(PROMPT), rng, began), began)
         with self._wrong(fault, "backup", rng, began, of=prompt):
             [first] = self.serve([prompt])
             # With write-back it goes to the host when it is pushed off the device.
@@ -315,6 +400,45 @@ class Engine:
                 self.look()
         with self._wrong(fault, "load", rng, began, of=prompt):
             [second] = self.serve([prompt])
+        return self._outcome(first, second, began)
+
+    def _live_with_files(
+        self, fault: Fault, prompt: Sequence[int], other: Sequence[int], rng: random.Random, began: dict[str, int]
+    ) -> tuple[Any, Any]:
+        """Serve a prompt, flush all, and serve it again out of files; return both requests."""
+        with contextlib.nullcontext() if fault.around is None else fault.around(self.controller, rng):
+            salts = _SALTS if fault.around is _forgets_the_salt else (None, None)
+            [first] = self.serve([prompt], salt=salts[0])
+            mine = self._stored([])
+            others = []
+            if fault.files is not None:
+                self.serve([other])
+                others = self._stored(mine)
+            self.scheduler.flush_cache()
+            began["step"] = self.session.manager.step
+            if fault.files is not None:
+                fault.files(mine, others, rng)
+            [second] = self.serve([prompt], salt=salts[1])
+            for file in self._files.iterdir():
+                file.unlink()
+        return first, second
+
+    def _stored(self, before: Sequence[Path]) -> list[Path]:
+        """Return the files of the pages of what was served last, in order, once their records are there too."""
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            files = [*self._files.glob("*.bin")]
+            pages = [file for file in files if not file.name.startswith("kv-canary") and file not in before]
+            if len(pages) >= KEPT // PAGE and len(files) == 2 * (len(pages) + len(before)):
+                return sorted(pages, key=lambda file: file.stat().st_mtime_ns)
+            engine.step(self.scheduler)
+            self.scheduler.tree_cache.check_hicache_events()
+            time.sleep(0.01)
+        raise RuntimeError("kv-canary: pages must come to storage with their records, got some that do not")
+
+    def _outcome(self, first: Any, second: Any, began: Mapping[str, int]) -> dict[str, Any]:
+        """Return what came of a life that has served a prompt twice, JSON-ready."""
+        manager = self.session.manager
         self.tier.settle()
         manager.flush()
         reports = list(manager.reports)
@@ -405,13 +529,19 @@ def _where(report: Any) -> str:
     return "load" if any(reason.startswith("SEAL") for reason in report.reasons) else "head"
 
 
+def _names(setting: Setting, names: Sequence[str]) -> list[str]:
+    """Return those of the names that are of lives in a setting."""
+    found = [f.name for f in FAULTS if (f.phase == "storage") == setting.stores]
+    return [name for name in names if name in (HEALTHY.name, *found)]
+
+
 def _lives(setting: Setting, names: Sequence[str], seeds: Sequence[int], told: Any) -> None:
     """Live in a process of its own, and send what came of every life."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         life = Engine(setting, Path(folder))
         for fault in (HEALTHY, *FAULTS):
-            if fault.name in names:
+            if fault.name in _names(setting, names):
                 for seed in seeds:
                     told.put((setting.name, fault.name, life.live(fault, seed)))
         life.session.close()
@@ -509,7 +639,8 @@ def main(
         raise click.BadParameter("names no fault, or no engine", param_hint="--fault or --setting")
     console = Console()
     with progress_bar(console, "bar count elapsed what") as bar:
-        task = bar.add_task("", total=len(names) * len(settings) * lives)
+        total = sum(len(_names(setting, names)) for setting in settings) * lives
+        task = bar.add_task("", total=total)
         rows = campaign(
             settings,
             names,

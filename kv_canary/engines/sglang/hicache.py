@@ -4,7 +4,7 @@ The engine's controller copies in two streams of its own, all layers at once to 
 slots are those of the host pool's allocator; what a copy is between stands in the controller's operation, before it
 moves the numbers to wherever its kernels want them.
 
-What a storage backend brings has no records: it is taken in as it comes, by who reads it first, and counted.
+What a storage backend keeps and brings: see `storage`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from kv_canary.engines.patches import Patches
+from kv_canary.engines.sglang import storage
 from kv_canary.errors import must_be
 from kv_canary.output import logger
 from kv_canary.runtime.manager import CanaryManager
@@ -55,6 +56,12 @@ def check(scheduler: Any) -> None:
             raise refuse(f"the host pool of {entry.name.value}", f"one of {', '.join(_KNOWN)}, unsplit", kind)
 
 
+def has_storage(scheduler: Any) -> bool:
+    """Whether the scheduler's host tier keeps pages in storage, where other processes find them."""
+    controller = getattr(scheduler.tree_cache, "cache_controller", None)
+    return bool(controller is not None and controller.enable_storage)
+
+
 class HostTiers:
     """The tiers of a scheduler's pools, which follow its controller.
 
@@ -67,6 +74,7 @@ class HostTiers:
             on the stream of the caller.
         following: gives the context, by what is done, of a part of the canary that may fail where the engine must not;
             where it did, no slot's record may be relied on.
+        updates: returns how often the weights have changed.
     """
 
     def __init__(
@@ -78,6 +86,7 @@ class HostTiers:
         patches: Patches,
         retire_freed: Callable[[], None],
         following: Callable[[str], AbstractContextManager[Any]],
+        updates: Callable[[], int],
     ) -> None:
         self._following, self._retire_freed = following, retire_freed
         self._controller = controller = scheduler.tree_cache.cache_controller
@@ -87,15 +96,29 @@ class HostTiers:
         patches.wrap(controller, "_move_write_operation", self._note)
         patches.wrap(controller, "_move_op_indices", self._note)
         patches.wrap(controller, "start_loading", self._start_loading)
+        patches.wrap(controller, "write_storage", self._write_storage)
+        by_pool: dict[str, Sequence[HostTier]] = {}
         for entry in controller.mem_pool_host.entries:
-            self._watch(entry, _tiers_of(entry, manager, attached), patches)
+            by_pool[entry.name.value] = tiers = _tiers_of(entry, manager, attached)
+            self._watch(entry, tiers, patches)
+            if entry.is_primary_index_anchor:
+                primary = entry.name.value
+        self._storage = storage.StoredPages(
+            controller,
+            by_pool,
+            primary=primary,
+            has_adapters=bool(scheduler.server_args.enable_lora),
+            manager=manager,
+            patches=patches,
+            updates=updates,
+        )
         for tier in self._tiers:
             tier.start()
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What each tier has done, by the name of its group; JSON-ready."""
-        return {tier.group.name: asdict(tier.facts) for tier in self._tiers}
+        """What each tier has done, by the name of its group, and what storage has; JSON-ready."""
+        return {**{tier.group.name: asdict(tier.facts) for tier in self._tiers}, **self._storage.facts}
 
     def forget(self) -> None:
         """Take in that nobody can say what any slot of the host holds."""
@@ -109,6 +132,7 @@ class HostTiers:
 
     def settle(self) -> None:
         """Take in what has arrived on the host."""
+        self._doubt_failed()
         for tier in self._tiers:
             if not tier.is_quiet:
                 with self._following("the host tier"):
@@ -155,6 +179,7 @@ class HostTiers:
         ) -> Any:
             if layer == 0:
                 with self._following("a load from the host"):
+                    self._doubt_failed()
                     device, host = self._slots(entry)
                     for tier in tiers:
                         tier.load(host, device)
@@ -164,15 +189,6 @@ class HostTiers:
                     for tier in tiers:
                         tier.loaded()
             return result
-
-        def alloc(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            slots = original(*args, **kwargs)
-            if slots is not None and self._controller.enable_storage:
-                with self._following("what is handed out on the host"):
-                    # For a backup, which says what it holds; or for what comes from storage, where nobody can.
-                    for tier in tiers:
-                        tier.doubt(slots)
-            return slots
 
         def free(original: Callable[..., Any], indices: torch.Tensor) -> Any:
             # Before: whoever is given them may write there at once.
@@ -190,7 +206,6 @@ class HostTiers:
 
         patches.wrap(pool, "backup_from_device_all_layer_physical", backup)
         patches.wrap(pool, "load_to_device_per_layer_physical", load)
-        patches.wrap(pool, "alloc", alloc)
         patches.wrap(pool, "free", free)
         patches.wrap(pool, "clear", clear)
 
@@ -201,10 +216,20 @@ class HostTiers:
                 self._retire_freed()
         return original(*args, **kwargs)
 
+    def _write_storage(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Called around the queueing of pages for storage: their backup is over, and a thread asks for its records."""
+        self.settle()
+        return original(*args, **kwargs)
+
     def _on_forwards_stream(self) -> AbstractContextManager[Any]:
         """Launch where forwards run: a load waits for all that is launched there."""
         stream = self._controller.load_fence_stream
         return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def _doubt_failed(self) -> None:
+        """Rely on nothing that lies on the host where following storage has failed, on a thread of its own."""
+        if self._storage.take_failed():
+            self.forget()
 
     def _note(self, original: Callable[..., Any], operation: Any, *args: Any, **kwargs: Any) -> Any:
         self._operation = operation

@@ -29,6 +29,11 @@ class Identities:
         # Of each request: how often it had been put off when its word was made, and the word.
         self._of: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
 
+    @property
+    def updates(self) -> int:
+        """How often the weights have changed."""
+        return self._updates
+
     def weights_changed(self) -> None:
         """Take in that what was computed up to here is not to be used again."""
         self._updates += self._counts_weights

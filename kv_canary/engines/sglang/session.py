@@ -131,6 +131,8 @@ class Session:
         hicache.check(scheduler)
         if transfer.needs_both_records(scheduler.server_args):
             config = dataclasses.replace(config, records="head_and_tail")
+        if config.shared_seals is None and hicache.has_storage(scheduler):
+            config = dataclasses.replace(config, shared_seals=True)
         if config.metrics_port:
             # Every rank is a process with a port of its own.
             config = dataclasses.replace(config, metrics_port=config.metrics_port + support.rank(scheduler))
@@ -238,6 +240,7 @@ class Session:
                     patches=self._patches,
                     retire_freed=self._retire_freed,
                     following=self._following,
+                    updates=lambda: self._identities.updates,
                 )
             transfer.watch(
                 scheduler,
