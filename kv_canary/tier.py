@@ -70,8 +70,11 @@ class TierFacts:
 
 
 @dataclass(kw_only=True)
-class _Backup:
-    """Rows on their way to the host, gaps among them or not; `arrived` is None where nothing is to be waited for."""
+class Backup:
+    """A backup under way: rows on their way to the host, gaps among them or not.
+
+    `arrived` is None where nothing is to be waited for.
+    """
 
     has_gaps: bool
     slots: torch.Tensor
@@ -168,7 +171,7 @@ class HostTier:
         self._is_there = np.zeros(num_slots + 1, bool)
         # Slots of which nobody can say what they hold.
         self._is_unknown = np.zeros(num_slots + 1, bool)
-        self._backups: deque[_Backup] = deque()
+        self._backups: deque[Backup] = deque()
         # What has come from elsewhere, with records and seals side by side or without, from any thread.
         self._brought: deque[tuple[Expected, torch.Tensor | None]] = deque()
         self._loads: list[_Load] = []
@@ -183,8 +186,10 @@ class HostTier:
 
     # What the engine does.
 
-    def backup(self, device_slots: torch.Tensor, host_slots: torch.Tensor) -> None:
-        """Take records and seals along; to be called before the bytes are copied, on the stream that copies them.
+    def backup(self, device_slots: torch.Tensor, host_slots: torch.Tensor) -> Backup:
+        """Take records and seals along, for `backed_up`; before the bytes are copied, on the stream that copies them.
+
+        Or on a stream behind which the copy begins.
 
         Args:
             device_slots: int64 [n], of the pool.
@@ -201,21 +206,19 @@ class HostTier:
             parts.append(seals)
         here = pinned(len(slots) * self._width, slots.device).view(len(slots), -1)
         here.copy_(torch.cat(parts, dim=1), non_blocking=True)
-        arrived = torch.cuda.Event() if slots.is_cuda else None
-        backup = _Backup(
+        return Backup(
             has_gaps=self._manager.unverified.has_gaps(pool),
             slots=host,
             generations=self._generations[host.numpy()],
             rows=here,
-            arrived=arrived,
+            arrived=torch.cuda.Event() if slots.is_cuda else None,
         )
-        self._backups.append(backup)
 
-    def backed_up(self) -> None:
-        """Take in that the bytes of the last backup are copied, on the stream that copies them."""
-        arrived = self._backups[-1].arrived if self._backups else None
-        if arrived is not None:
-            arrived.record()
+    def backed_up(self, backup: Backup) -> None:
+        """Take in that the bytes of a backup are copied, on the stream that copies them, or later."""
+        if backup.arrived is not None:
+            backup.arrived.record()
+        self._backups.append(backup)
 
     def load(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
         """Take in that slots are about to be copied to the device; nothing waits for the device.
@@ -459,7 +462,7 @@ class HostTier:
             step=self._manager.step,
         )
 
-    def _take_in(self, backup: _Backup) -> None:
+    def _take_in(self, backup: Backup) -> None:
         host, numbers = backup.slots, backup.slots.numpy()
         stayed = self._generations[numbers] == backup.generations
         host, rows, numbers = host[stayed], backup.rows[stayed], numbers[stayed]

@@ -15,6 +15,7 @@ CAMPAIGNS = ("chaos", "detection", "overlap", "ranks", "seals", "soak", "transfe
         **{name: f"kv_canary.difftest.stress.{name}:main" for name in CAMPAIGNS},
         "sglang": "kv_canary.difftest.stress.sglang.detection:main",
         "sglang-tiers": "kv_canary.difftest.stress.sglang.tiers:main",
+        "vllm-tiers": "kv_canary.difftest.stress.vllm.tiers:main",
         "vllm": "kv_canary.difftest.stress.vllm.detection:main",
         "vllm-churn": "kv_canary.difftest.stress.vllm.churn:main",
     },

@@ -171,6 +171,11 @@ KINDS = {
         sources=SGLANG,
         command="kv-canary stress sglang-tiers --json bench/results/tiers_detection.json",
     ),
+    "vllm_tiers": Evidence(
+        files=("vllm_tiers_detection.json",),
+        sources=VLLM,
+        command="kv-canary stress vllm-tiers --json bench/results/vllm_tiers_detection.json",
+    ),
     "vllm_gpu": Evidence(
         files=("h200_vllm.json",),
         sources=VLLM,

@@ -12,7 +12,8 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -497,14 +498,25 @@ def _vllm(found: Results, _: Sequence[str]) -> str:
 
 
 def _tiers(found: Results, _: Sequence[str]) -> str:
-    head = ["fault", "engine", "lives", "found", "by", "steps late at most", "blamed wrongly", "text came out wrong"]
-    rows = []
-    for row in load("tiers_detection.json"):
-        by = ", ".join(f"{look} {count}" for look, count in row["where"].items())
-        late = row["late_steps_max"] if row["found"] else ""
-        facts = [row["runs"], row["found"], by, late, row["blamed_wrongly"], row["wrong_text"]]
-        rows.append([row["fault"], row["engine"], *facts])
-    return f"{_table(head, rows)}\n\n{_source(found, 'tiers_detection.json')}"
+    head = ["fault", "engine", "settings", "lives", "found", "by", "steps late at most", "blamed wrongly", "wrong text"]
+    files = ("tiers_detection.json", "vllm_tiers_detection.json")
+    by_fault: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in (row for file in files for row in load(file)):
+        by_fault.setdefault((row["fault"], row["engine"].partition(", ")[0]), []).append(row)
+    table = []
+    for (fault, engine), rows in by_fault.items():
+        looks = Counter[str]()
+        for row in rows:
+            looks.update(row["where"])
+        by = ", ".join(f"{look} {count}" for look, count in looks.most_common())
+        runs, seen, blamed, wrong = (
+            sum(row[name] for row in rows) for name in ("runs", "found", "blamed_wrongly", "wrong_text")
+        )
+        late = max(row["late_steps_max"] for row in rows) if seen else ""
+        table.append([fault, engine, len(rows), runs, seen, by, late, blamed, wrong])
+    settings = {row["engine"] for rows in by_fault.values() for row in rows}
+    told = f"Settings: {'; '.join(sorted(settings))}."
+    return f"{_table(head, table)}\n\n{told}\n\n{_source(found, *files)}"
 
 
 def _adapters_host(found: Results, _: Sequence[str]) -> str:

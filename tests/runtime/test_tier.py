@@ -53,9 +53,9 @@ class Tiered:
                     half[layer, host] = rows[device]
 
     def backup(self, device: torch.Tensor, host: torch.Tensor) -> None:
-        self.tier.backup(device, host)
+        backup = self.tier.backup(device, host)
         self.copied(host, device, back=False)
-        self.tier.backed_up()
+        self.tier.backed_up(backup)
 
     def load(self, host: torch.Tensor, request: Request, start: int, *, layers: range = range(LAYERS)) -> torch.Tensor:
         """Bring a request's positions from `start` on back into new slots."""
@@ -146,13 +146,13 @@ def test_a_layer_that_is_not_loaded_is_found() -> None:
 
 def test_slots_whose_bytes_change_while_they_are_copied_are_found() -> None:
     t, a, device, host = lived()
-    t.tier.backup(device, host)
+    backup = t.tier.backup(device, host)
     # The device slots are another's before the copy comes.
     b = t.engine.add("b", 20)
     t.engine.tables["full"][b.row, :4] = device[:4].int()
     t.engine.run(t.engine.batch((b, 4), map_new=False))
     t.copied(host, device, back=False)
-    t.tier.backed_up()
+    t.tier.backed_up(backup)
     found = t.found()
     assert {"full on the host"} in found.values()
     assert {r.position for r in t.engine.manager.reports if r.group == "full on the host"} == {0, 1, 2, 3}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ pytest.importorskip("sglang")
 
 import torch
 
+from kv_canary.difftest.stress import tier_lives
 from kv_canary.difftest.stress.sglang import tiers as tiers_campaign
 from kv_canary.engines.sglang import hicache, session
 from kv_canary.engines.sglang.storage import StoredPages
@@ -192,11 +193,16 @@ def test_what_the_thread_finds_while_nothing_runs_is_told(llama):
     assert {r.group for r in session.current().manager.reports} == {"full on the host"}
 
 
+def lived(setting: Any, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return what came of a life with each fault."""
+    return tier_lives.campaign("sglang", tiers_campaign.lead, [setting], lambda _: names, [0])
+
+
 def test_what_goes_wrong_on_the_way_is_found_and_nothing_without() -> None:
     names = ("healthy", "backed up too early", "backup cut short", "K into V", "host slots reused during the load")
-    rows = tiers_campaign.campaign(tiers_campaign.SETTINGS[1:2], names, [0])
+    rows = lived(tiers_campaign.SETTINGS[1], names)
     assert [row["fault"] for row in rows] == list(names)
-    assert [text for row in rows for text in tiers_campaign.objections(row)] == []
+    assert [text for row in rows for text in tier_lives.objections(row)] == []
     places = {row["fault"]: set(row["where"]) for row in rows}
     assert places == {
         "healthy": set(),
@@ -209,8 +215,8 @@ def test_what_goes_wrong_on_the_way_is_found_and_nothing_without() -> None:
 
 def test_what_another_request_has_stored_is_found_by_its_identity() -> None:
     [setting] = [s for s in tiers_campaign.SETTINGS if s.name == "files, 3 layers"]
-    rows = tiers_campaign.campaign([setting], ["healthy", "the key forgets the salt"], [0])
-    assert [text for row in rows for text in tiers_campaign.objections(row)] == []
+    rows = lived(setting, ["healthy", "the key forgets the salt"])
+    assert [text for row in rows for text in tier_lives.objections(row)] == []
     assert [row["where"] for row in rows] == [{}, {"head": 1}]
 
 

@@ -9,10 +9,7 @@ thread on the host does, the life does: it looks at a piece after every step.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
-import json
-import multiprocessing
 import os
 import random
 import tempfile
@@ -27,9 +24,7 @@ from unittest import mock
 import click
 import torch
 
-from kv_canary.commands.facts import facts
-from kv_canary.difftest.options import commit_option, json_option, seed_option
-from kv_canary.difftest.options import progress as progress_bar
+from kv_canary.difftest.stress import tier_lives
 from kv_canary.difftest.stress.sglang import engine
 
 PAGE, POOL, PROMPT, NEW_TOKENS, OTHERS = 16, 512, 104, 6, 7
@@ -301,7 +296,7 @@ FAULTS = (
         around=_forgets_the_salt,
     ),
 )
-HEALTHY = Fault(name="healthy", doc="nothing goes wrong")
+HEALTHY = Fault(name=tier_lives.HEALTHY, doc="nothing goes wrong")
 
 
 class Engine:
@@ -444,7 +439,7 @@ class Engine:
         reports = list(manager.reports)
         found = {
             "found": bool(reports),
-            "where": "" if not reports else _where(reports[0]),
+            "where": "" if not reports else tier_lives.look_of(reports[0]),
             "late": max(0, reports[0].step - began["step"] - 1) if reports else 0,
             "blamed_wrongly": any(r.request_id not in (None, first.rid, second.rid) for r in reports),
             "wrong_text": list(first.output_ids) != list(second.output_ids),
@@ -522,101 +517,22 @@ class Engine:
         return torch.tensor(mine, dtype=torch.int64)
 
 
-def _where(report: Any) -> str:
-    """Return which look has found it: "backup", "host", "load" or "head"."""
-    if report.group.endswith("on the host"):
-        return "host" if any(reason.startswith("SEAL") for reason in report.reasons) else "backup"
-    return "load" if any(reason.startswith("SEAL") for reason in report.reasons) else "head"
-
-
-def _names(setting: Setting, names: Sequence[str]) -> list[str]:
-    """Return those of the names that are of lives in a setting."""
-    found = [f.name for f in FAULTS if (f.phase == "storage") == setting.stores]
-    return [name for name in names if name in (HEALTHY.name, *found)]
-
-
-def _lives(setting: Setting, names: Sequence[str], seeds: Sequence[int], told: Any) -> None:
-    """Live in a process of its own, and send what came of every life."""
+def lead(setting: Setting, names: Sequence[str], seeds: Sequence[int], told: Any) -> None:
+    """Live in a process of its own, and send what came of every life; see `tier_lives.campaign`."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         life = Engine(setting, Path(folder))
         for fault in (HEALTHY, *FAULTS):
-            if fault.name in _names(setting, names):
+            if fault.name in names:
                 for seed in seeds:
                     told.put((setting.name, fault.name, life.live(fault, seed)))
         life.session.close()
     told.put(None)
 
 
-def campaign(
-    settings: Sequence[Setting],
-    names: Sequence[str],
-    seeds: Sequence[int],
-    *,
-    tick: Callable[[str], None] = lambda what: None,
-) -> list[dict[str, Any]]:
-    """Live every fault with every seed in every setting; return a row for each fault and setting, JSON-ready.
-
-    Raises:
-        RuntimeError: an engine ended before its lives.
-    """
-    context = multiprocessing.get_context("spawn")
-    lives: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for setting in settings:
-        told: Any = context.Queue()
-        process = context.Process(target=_lives, args=(setting, names, seeds, told), daemon=True)
-        process.start()
-        while True:
-            if not process.is_alive() and told.empty():
-                raise RuntimeError(f"kv-canary: the engine {setting.name} must live, got exit {process.exitcode}")
-            with contextlib.suppress(Exception):
-                one = told.get(timeout=1.0)
-                if one is None:
-                    break
-                lives.setdefault(one[:2], []).append(one[2])
-                tick(f"{one[0]}: {one[1]}")
-        process.join()
-    return [_row(setting, fault, found) for (setting, fault), found in lives.items()]
-
-
-def _row(setting: str, fault: str, lives: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    places = [life["where"] for life in lives if life["found"]]
-    return {
-        "fault": fault,
-        "engine": f"sglang, {setting}",
-        "runs": len(lives),
-        "found": len(places),
-        "where": {where: places.count(where) for where in dict.fromkeys(places)},
-        "late_steps_max": max(life["late"] for life in lives),
-        "blamed_wrongly": sum(life["blamed_wrongly"] for life in lives),
-        "wrong_text": sum(life["wrong_text"] for life in lives),
-        "came_back": min(life["came_back"] for life in lives),
-    }
-
-
-def objections(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a row says against kv-canary, or against the life."""
-    if row["fault"] == HEALTHY.name:
-        if row["found"]:
-            yield f"{row['found']} of {row['runs']} healthy lives were reported"
-    elif row["found"] < row["runs"]:
-        yield f"found in {row['found']} of {row['runs']} lives"
-    if row["blamed_wrongly"]:
-        yield f"{row['blamed_wrongly']} lives blame somebody else"
-    if not row["came_back"]:
-        yield "nothing came back from the host"
-
-
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--lives", type=click.IntRange(1), default=10, show_default=True, help="Of each fault and engine.")
-@click.option("--fault", "chosen", multiple=True, help="Only faults whose names begin so. [default: all]")
-@click.option("--setting", "where", multiple=True, help="Only engines whose names begin so. [default: all]")
-@seed_option("Of the first life; the next ones count up.")
-@json_option("Write the rows here too.")
-@commit_option()
-def main(
-    lives: int, chosen: tuple[str, ...], where: tuple[str, ...], seed: int, json_path: Path | None, commit: str | None
-) -> None:
+@tier_lives.options
+def main(**options: Any) -> None:
     """Let KV go to host memory and back in SGLang, with one fault a life, and see what is found, where and when.
 
     Exit code 0 where every fault is found and nothing else is reported, 1 otherwise.
@@ -626,38 +542,9 @@ def main(
       kv-canary stress sglang-tiers --json bench/results/tiers_detection.json
       kv-canary stress sglang-tiers --fault "one bit" --lives 50
     """
-    from rich.console import Console
-    from rich.table import Table
+    tier_lives.run("sglang", lead, SETTINGS, FAULTS, belongs=belongs, **options)
 
-    from kv_canary.reports.versions import installed
 
-    if importlib.util.find_spec("sglang") is None:
-        raise click.UsageError("sglang is not installed here")
-    names = [f.name for f in (HEALTHY, *FAULTS) if not chosen or f.name.startswith(chosen)]
-    settings = [s for s in SETTINGS if not where or s.name.startswith(where)]
-    if not names or not settings:
-        raise click.BadParameter("names no fault, or no engine", param_hint="--fault or --setting")
-    console = Console()
-    with progress_bar(console, "bar count elapsed what") as bar:
-        total = sum(len(_names(setting, names)) for setting in settings) * lives
-        task = bar.add_task("", total=total)
-        rows = campaign(
-            settings,
-            names,
-            range(seed, seed + lives),
-            tick=lambda what: bar.update(task, advance=1, description=what),
-        )
-    table = Table("fault", "engine", "lives", "found", "where", "late", "blamed", "wrong text")
-    for row in rows:
-        told = ", ".join(f"{place} {count}" for place, count in row["where"].items())
-        shown = (row["fault"], row["engine"], row["runs"], row["found"], told, row["late_steps_max"])
-        table.add_row(*map(str, (*shown, row["blamed_wrongly"], row["wrong_text"])))
-    console.print(table)
-    wrong = [f"{row['fault']}, {row['engine']}: {text}" for row in rows for text in objections(row)]
-    for text in wrong:
-        console.print(text, style="bold red", highlight=False)
-    if json_path is not None:
-        shared = facts("cpu", kind="tiers", commit=commit)
-        shared["versions"]["sglang"] = installed("sglang")
-        json_path.write_text(json.dumps([{**row, **shared} for row in rows], indent=1) + "\n", encoding="utf-8")
-    raise SystemExit(1 if wrong else 0)
+def belongs(setting: Setting, fault: Fault) -> bool:
+    """Whether a fault is one of a setting's."""
+    return setting.stores == (fault.phase == "storage")

@@ -23,7 +23,7 @@ from kv_canary.output import logger
 from kv_canary.runtime.manager import CanaryManager
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.specs.structures import KvSource
-from kv_canary.tier import HostTier
+from kv_canary.tier import Backup, HostTier
 
 # Host pools whose bytes the adapter knows, by name of their class.
 _KNOWN = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
@@ -158,14 +158,14 @@ class HostTiers:
         self._tiers += tiers
 
         def backup(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            backups: list[Backup] = []
             with self._following("a backup to the host"):
                 device, host = self._slots(entry)
-                for tier in tiers:
-                    tier.backup(device, host)
+                backups += (tier.backup(device, host) for tier in tiers)
             result = original(*args, **kwargs)
             with self._following("a backup to the host"):
-                for tier in tiers:
-                    tier.backed_up()
+                for tier, its in zip(tiers, backups, strict=False):
+                    tier.backed_up(its)
             return result
 
         def load(

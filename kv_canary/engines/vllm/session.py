@@ -21,7 +21,7 @@ import torch
 
 from kv_canary.config import CanaryConfig
 from kv_canary.engines.patches import Patches
-from kv_canary.engines.vllm import hooks, pools, support, writes
+from kv_canary.engines.vllm import hooks, offload, pools, support, writes
 from kv_canary.engines.vllm.blocks import Blocks, slots_of
 from kv_canary.engines.vllm.inputs import RunnerV1, RunnerV2, StepInputs, numbers
 from kv_canary.engines.vllm.requests import Composed, Member, Requests, identity_of, with_images
@@ -168,6 +168,8 @@ class Session:
         # What connectors have brought for requests of the step under way, and what they bring while it runs.
         self._brought: list[Arrival] = []
         self._arriving: list[Arrival] = []
+        # None where there is no host memory that can be followed.
+        self.offload: offload.Offload | None = None
         # Steps from now on in which the scheduler may take back what was sampled with KV that did not come.
         self._may_discard = 0
         # Requests that were left out of forwards.
@@ -188,6 +190,14 @@ class Session:
         self._waits = self._is_async and settings.speculative_config is not None
         try:
             self._hook()
+            if (side := offload.find(worker)) is not None:
+                self.offload = offload.Offload(
+                    side,
+                    self.manager,
+                    self.groups,
+                    num_blocks=self.runner.kv_cache_config.num_blocks,
+                    patches=self._patches,
+                )
             if config.check_writes:
                 writes.watch(
                     self.groups,
@@ -200,6 +210,8 @@ class Session:
             self.manager.warm_up(self._reader.tables, is_given=True, has_table_rows=True)
         except BaseException:
             self._unhook()
+            if self.offload is not None:
+                self.offload.close()
             self.manager.close()
             raise
         logger.info(
@@ -400,6 +412,8 @@ class Session:
         if self._pending and not self.off:
             self._pending = False
             self.manager.flush()
+        if self.offload is not None:
+            self.offload.settle()
 
     def status(self) -> dict[str, Any]:
         """Return what the canary has done and what it does not cover; JSON-ready."""
@@ -417,6 +431,7 @@ class Session:
             "runner": "V2" if self._is_v2 else "V1",
             "groups": [g.group.name for g in self.groups],
             "not_covered": self.uncovered,
+            "host_tiers": {} if self.offload is None else self.offload.facts,
         }
 
     def close(self) -> None:
@@ -424,6 +439,8 @@ class Session:
         _sessions.pop(id(self.worker), None)
         atexit.unregister(self.close)
         self._unhook()
+        if self.offload is not None:
+            self.offload.close()
         if not self.off:
             self.off = "closed"
             try:
@@ -439,6 +456,8 @@ class Session:
 
     def _forget(self) -> None:
         """Take in that nobody can say what any slot holds: all of them are taken in anew, as they are read."""
+        if self.offload is not None:
+            self.offload.forget()
         for pool in self.manager.pools:
             self.manager.unverified.forget_all(pool)
 
@@ -464,6 +483,8 @@ class Session:
             return
         self._scheduled = scheduled
         with self._takes as part:
+            if self.offload is not None:
+                self.offload.settle()
             # That of the step under way is not there yet.
             self._read_results(keep=1 if self._is_async else 0)
             self.requests.take()
@@ -560,15 +581,23 @@ class Session:
                 continue
             slots = self._blocks.slots(member.row, start, end)
             for group in self.groups:
+                unknown = slots[group.number]
+                if self.offload is not None:
+                    unknown = self.offload.take(group, unknown)
+                if not unknown.any():
+                    continue
                 tokens = self.requests.tokens(member, 0, end + group.group.token_offset)
                 self.manager.adopt(
                     group.group.name,
-                    slots[group.number],
+                    unknown,
                     tokens,
                     owner=member.owner,
                     start=start,
                     identity=member.identity,
                 )
+            for number, its in slots.items():
+                if self.offload is not None:
+                    self.offload.took(number, its)
 
     def _drop_arrivals(self) -> None:
         """Take in that nobody can say what was brought for a step whose forward nobody has followed."""

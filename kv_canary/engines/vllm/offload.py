@@ -1,0 +1,271 @@
+"""vLLM's KV in host memory (`OffloadingConnector`): records and seals go there and back with it, and are watched there.
+
+The connector's scheduler says which blocks are copied to which chunks of host memory, a chunk being one or more blocks
+of one group, and back; its worker copies them in streams of its own, and says later that it has. Of a load no request
+knows before that: its blocks are only then given to the request that has waited for it, which is when their records
+come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kv_canary.engines.patches import Patches
+from kv_canary.engines.vllm.blocks import slots_of
+from kv_canary.engines.vllm.pools import AttachedGroup
+from kv_canary.output import logger
+from kv_canary.runtime.manager import CanaryManager
+from kv_canary.runtime.pools import KvPool
+from kv_canary.specs.structures import KvSource
+from kv_canary.tier import Backup, HostTier
+
+_CONNECTOR, _SPEC, _TIERED = "OffloadingConnector", "CPUOffloadingSpec", "TieringOffloadingSpec"
+
+
+def find(worker: Any) -> Any:
+    """Return the worker's side of the connector whose host memory can be followed; None where there is none.
+
+    Not where the host has one copy for several workers, another layout than the device's, or further tiers behind it:
+    what lies there may be of others then. Nor where the connector is one of several.
+    """
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if worker.vllm_config.kv_transfer_config is None or not has_kv_transfer_group():
+        return None
+    connector = get_kv_transfer_group()
+    if _CONNECTOR not in _names(connector):
+        return None
+    side = connector.connector_worker
+    names, config = _names(side.spec), side.spec.config
+    is_plain = _SPEC in names and _TIERED not in names
+    if is_plain and not side.spec.replicated_layout and not config.canonical_layout and side.worker is not None:
+        return side
+    logger.warning(
+        "kv-canary: vllm adapter: what %s brings is taken in as it comes, and counted: its host memory is not one copy "
+        "of this worker's blocks",
+        type(side.spec).__name__,
+    )
+    return None
+
+
+class Offload:
+    """The tiers of a worker's pools in host memory.
+
+    Args:
+        side: what `find` gave.
+        manager: the canary.
+        groups: of the worker.
+        num_blocks: of its KV cache.
+        patches: what is wrapped.
+    """
+
+    def __init__(
+        self, side: Any, manager: CanaryManager, groups: Sequence[AttachedGroup], *, num_blocks: int, patches: Patches
+    ) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+
+        self._manager = manager
+        self._per_chunk: int = side.spec.blocks_per_chunk
+        # Of vLLM's groups, in the order of transfers.
+        self._order: Sequence[int] = get_offloading_group_ids(side.kv_cache_config)
+        self._sizes = {g.number: g.block_size for g in groups}
+        chunks = side.spec.num_chunks
+        self._tiers: dict[KvPool, HostTier] = {}
+        # By group: the tiers of its pools.
+        self._of: dict[int, list[HostTier]] = {g.number: [] for g in groups}
+        for group in groups:
+            pool = group.group.pool
+            if pool not in self._tiers:
+                k, v = (_on_host(source, side.worker, self._per_chunk) for source in (pool.k_source, pool.v_source))
+                slots = chunks * self._per_chunk * group.block_size
+                self._tiers[pool] = HostTier(manager, group.group, num_slots=slots, k_source=k, v_source=v)
+            if self._tiers[pool] not in self._of[group.number]:
+                self._of[group.number].append(self._tiers[pool])
+        # Of each group's slot on the device, that on the host which it is loaded from and nobody has asked for; or -1.
+        self._from = {g.number: np.full(num_blocks * g.block_size, -1, np.int64) for g in groups}
+        self._backups: dict[int, list[tuple[HostTier, Backup]]] = {}
+        for name, wrapper in (
+            ("submit_store", self._store),
+            ("submit_load", self._load),
+            ("get_finished", self._finish),
+        ):
+            patches.wrap(side.worker, name, wrapper)
+        for tier in self._tiers.values():
+            tier.start()
+
+    @property
+    def tiers(self) -> Sequence[HostTier]:
+        """The tiers."""
+        return list(self._tiers.values())
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What each tier has done, by the name of its group; JSON-ready."""
+        return {tier.group.name: asdict(tier.facts) for tier in self.tiers}
+
+    def settle(self) -> None:
+        """Take in what has arrived on the host."""
+        for tier in self.tiers:
+            tier.settle()
+
+    def take(self, group: AttachedGroup, slots: torch.Tensor) -> torch.Tensor:
+        """Give slots of a group that were loaded from here their records and seals, and hold them against these.
+
+        On the stream of the forwards, before the first one that reads them. Return the slots, 0 where they were.
+
+        Args:
+            group: the group.
+            slots: int64 [n] on the CPU.
+        """
+        numbers = slots.numpy()
+        host = self._from[group.number][numbers]
+        came = torch.from_numpy(host >= 0)
+        if came.any():
+            tier = self._tiers[group.group.pool]
+            tier.load(torch.from_numpy(host)[came], slots[came])
+            tier.loaded()
+            tier.land()
+        return torch.where(came, 0, slots)
+
+    def took(self, number: int, slots: torch.Tensor) -> None:
+        """Take in that nobody asks for slots of a group of vLLM's any more."""
+        self._from[number][slots.numpy()] = -1
+
+    def forget(self) -> None:
+        """Take in that nobody can say what any slot of the host holds."""
+        for tier in self.tiers:
+            tier.forget()
+        self._backups.clear()
+
+    def close(self) -> None:
+        """End the threads of the tiers; the second call does nothing."""
+        for tier in self.tiers:
+            tier.close()
+
+    # What vLLM calls.
+
+    def _store(self, original: Callable[..., Any], job: int, source: Any, target: Any, *more: Any) -> Any:
+        with self._followed("a backup to the host"):
+            self._backups[job] = [
+                (tier, tier.backup(torch.from_numpy(here), torch.from_numpy(there)))
+                for number, here, there in self._pairs(source, target.block_ids)
+                for tier in self._of[number]
+            ]
+        return original(job, source, target, *more)
+
+    def _load(self, original: Callable[..., Any], job: int, source: Any, target: Any, *more: Any) -> Any:
+        with self._followed("a load from the host"):
+            for number, here, there in self._pairs(target, source.block_ids):
+                self._from[number][here] = there
+        return original(job, source, target, *more)
+
+    def _finish(self, original: Callable[..., Any]) -> Any:
+        results = original()
+        with self._followed("a backup to the host"):
+            for result in results:
+                for tier, backup in self._backups.pop(result.job_id, ()):
+                    tier.backed_up(backup)
+        return results
+
+    def _pairs(self, on_device: Any, chunks: np.ndarray) -> Iterator[_Pair]:
+        """Yield what a transfer of groups that are followed is between."""
+        first_block = first_chunk = 0
+        for number, count, index in zip(self._order, on_device.group_sizes, on_device.block_indices, strict=True):
+            skipped = index % self._per_chunk
+            its = chunks[first_chunk : first_chunk - (-(count + skipped) // self._per_chunk)] if count else chunks[:0]
+            blocks = on_device.block_ids[first_block : first_block + count].astype(np.int64)
+            first_block, first_chunk = first_block + count, first_chunk + len(its)
+            if number in self._sizes and count:
+                size = self._sizes[number]
+                parts = its.astype(np.int64)[:, None] * self._per_chunk + np.arange(self._per_chunk)
+                there = parts.ravel()[skipped : skipped + count]
+                yield _Pair(number, slots_of(blocks, size), slots_of(there, size))
+
+    def _followed(self, what: str) -> _Followed:
+        return _Followed(self, what)
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Take in that something could not be followed."""
+        self._manager.guard.failed(f"following {what}", error)
+        self.forget()
+
+
+class _Pair(NamedTuple):
+    """Slots of a group, int64 [n]: the scheduler's number of it, those on the device, and those on the host."""
+
+    number: int
+    here: np.ndarray
+    there: np.ndarray
+
+
+class _Followed:
+    """The context of a part that may fail where the engine must not: nothing on the host is relied on then."""
+
+    def __init__(self, offload: Offload, what: str) -> None:
+        self._offload, self._what = offload, what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, Exception):
+            self._offload.failed(self._what, error)
+            return True
+        return False
+
+
+def _on_host(source: KvSource | None, worker: Any, per_chunk: int) -> KvSource | None:
+    """Return where a pool's bytes lie on the host; None where they do not lie there as on the device.
+
+    Args:
+        source: of the pool.
+        worker: vLLM's, with the tensors that it copies between: of bytes, by block and by chunk.
+        per_chunk: blocks of a chunk.
+    """
+    handler = getattr(worker, "_load_handler", None)
+    if source is None or handler is None:
+        return None
+    rows = [_row_of(layer, handler.dst_tensors, handler.src_tensors, per_chunk) for layer in source.layers]
+    known = [row for row in rows if row is not None]
+    if len(known) < len(rows):
+        return None
+    return KvSource(
+        layers=tuple(known),
+        page_size=source.page_size,
+        bytes_per_token=source.bytes_per_token,
+        read_bytes=source.read_bytes,
+        offset_bytes=source.offset_bytes,
+        token_stride_bytes=source.token_stride_bytes,
+        slot_bias=1,
+    )
+
+
+def _row_of(
+    layer: torch.Tensor, on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor], per_chunk: int
+) -> torch.Tensor | None:
+    """Return uint8 [rows, bytes] on the host for a layer's rows on the device; None where there are none like these."""
+    stride, width = (n * layer.element_size() for n in (layer.stride(0), layer.shape[1]))
+    for here, there in zip(on_device, on_host, strict=True):
+        page = here.shape[1]
+        begin = layer.data_ptr() - here.data_ptr()
+        # Rows of the layer to a block, where a kernel's blocks are parts of the scheduler's.
+        parts, rest = divmod(page, stride)
+        is_mine = layer.untyped_storage().data_ptr() == here.untyped_storage().data_ptr() and 0 <= begin < page
+        if not is_mine:
+            continue
+        is_dense = here.stride(0) == page and there.is_contiguous() and not rest and parts
+        if not is_dense or there.shape[1] != page * per_chunk:
+            return None
+        count = there.shape[0] * per_chunk * parts
+        flat = there.view(torch.uint8)
+        return torch.as_strided(flat, (count, width), (stride, 1), flat.storage_offset() + begin)
+    return None
+
+
+def _names(thing: Any) -> set[str]:
+    return {cls.__name__ for cls in type(thing).__mro__}

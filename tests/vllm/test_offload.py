@@ -1,0 +1,264 @@
+"""vLLM's KV in host memory: what goes there and comes back is verified, and what goes wrong on the way is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kv_canary.difftest.stress import tier_lives
+from kv_canary.difftest.stress.vllm import tiers as campaign
+from kv_canary.difftest.stress.vllm.engine import VOCABULARY, Engine, Runner, Traffic, drafts_of
+from kv_canary.engines.vllm import offload
+from kv_canary.engines.vllm.pools import AttachedGroup
+from kv_canary.tier import HostTier
+
+Model = Callable[[str], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """A life of an engine with host memory."""
+
+    kind: str = "llama"
+    runner: Runner = "V1"
+    steps: int = 50
+    per_chunk: int = 1
+    # Bytes on the host: few, so that blocks are given up there too.
+    size: int = 1 << 20
+    asynchronous: bool = False
+    drafts: bool = False
+    canary: Mapping[str, str] = field(default_factory=lambda: {"seals": "layer"})
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+LIVES = {
+    "usual": Life(),
+    "chunks of two blocks": Life(per_chunk=2),
+    "three groups over one memory": Life(kind="gemma3", arguments={"num_gpu_blocks_override": 70}),
+    "windows": Life(kind="mistral", steps=70),
+    "asynchronous": Life(asynchronous=True),
+    "V2": Life(runner="V2", steps=25),
+    "V2, without seals": Life(runner="V2", steps=25, canary={"check_inputs": "1"}),
+    "a draft model": Life(drafts=True, steps=40, size=2 << 20),
+}
+LONG = ("windows", "asynchronous", "V2, without seals", "a draft model")
+
+
+def serve(model: str, life: Life, canary: Mapping[str, str] | None) -> tuple[dict[str, list[int]], int, Any]:
+    """Live a life; return its outputs, the blocks that came back, and the canary's session."""
+    from kv_canary.difftest.stress.vllm import offloading
+
+    more = {"speculative_config": drafts_of("draft_model", model)} if life.drafts else {}
+    host = offloading.settings(size=life.size, per_chunk=life.per_chunk)
+    arguments = {**life.arguments, **more, "kv_transfer_config": host}
+    with Engine(model, runner=life.runner, canary=canary, asynchronous=life.asynchronous, **arguments) as engine:
+        Traffic(seed=3, documents=(70, 130, 200, 260, 300, 333), aborts=0.08).serve(engine, life.steps)
+        loaded = offloading.WORKERS[0].loaded
+        if canary is None:
+            return engine.outputs, loaded, None
+        session = engine.session
+        session.manager.flush()
+        for tier in session.offload.tiers:
+            tier.settle()
+            tier.check(whole=True)
+        session.manager.flush()
+        return engine.outputs, loaded, session
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] if n in LONG else []) for n in LIVES])
+def test_a_healthy_life_is_silent_and_nothing_is_taken_in_as_it_comes(model: Model, name: str) -> None:
+    life = LIVES[name]
+    folder = model(life.kind)
+    without, _, _ = serve(folder, life, None)
+    outputs, loaded, session = serve(folder, life, life.canary)
+    assert outputs == without
+    assert loaded > 0
+    assert session.manager.guard.failures == {}
+    assert [report.sentence for report in session.manager.reports] == []
+    summary = session.manager.summary()
+    assert summary.violations == summary.discarded == summary.skipped == summary.unverified == summary.uncovered == 0
+    assert summary.positions_verified == summary.positions_relied_on > 5000
+    for tier in session.offload.tiers:
+        facts = tier.facts
+        assert facts.backed_up > 0
+        assert facts.unsealed == 0
+        assert (facts.verified > 0) == ("seals" in life.canary)
+    # Of requests that are given up while they wait nobody relies on anything.
+    assert 0 < sum(tier.facts.loaded for tier in session.offload.tiers) <= loaded * 32 * (2 if life.drafts else 1)
+    assert session.status()["host_tiers"].keys() == {tier.group.name for tier in session.offload.tiers}
+
+
+def test_what_goes_wrong_on_the_way_is_found_and_nothing_without() -> None:
+    names = ("healthy", "backup dropped", "one bit on the host", "load dropped", "one address for two layers")
+    rows = tier_lives.campaign("vllm", campaign.lead, campaign.SETTINGS[:1], lambda _: names, [0])
+    assert [row["fault"] for row in rows] == list(names)
+    assert [text for row in rows for text in tier_lives.objections(row)] == []
+    assert [set(row["where"]) for row in rows] == [set(), {"host"}, {"host"}, {"load"}, {"load"}]
+
+
+PROMPT = [(7 * n) % VOCABULARY + 3 for n in range(170)]
+
+
+@pytest.fixture
+def hosted(model: Model, request: pytest.FixtureRequest) -> Any:
+    """An engine with host memory; what the test changes of it comes with `request.param`."""
+    from kv_canary.difftest.stress.vllm import offloading
+
+    host = offloading.settings(size=4 << 20)
+    with Engine(model("llama"), canary={"seals": "layer"}, kv_transfer_config=host) as engine:
+        yield engine
+
+
+def served_again(engine: Engine) -> None:
+    """Serve a prompt whose KV has been pushed off the device since it was served first."""
+    engine.submit("first", PROMPT, new_tokens=4)
+    engine.run()
+    for n in range(6):
+        engine.submit(f"other {n}", [(5 * k + n) % VOCABULARY + 3 for k in range(150)], new_tokens=2)
+    engine.run()
+    engine.submit("second", PROMPT, new_tokens=4)
+    engine.run()
+    engine.session.manager.flush()
+    told = {name.partition("-")[0]: tokens for name, tokens in engine.outputs.items()}
+    assert told["first"] == told["second"]
+
+
+@pytest.mark.parametrize("part", ["backup", "backed_up", "load", "settle"])
+def test_a_tier_that_fails_in_log_mode_costs_no_more_than_its_watch(
+    hosted: Engine, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    hosted.session.manager.guard.contains = True
+
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(part)
+
+    monkeypatch.setattr(HostTier, part, fails)
+    served_again(hosted)
+    assert hosted.session.manager.guard.failures
+    assert [report.sentence for report in hosted.session.manager.reports] == []
+
+
+def test_a_load_that_cannot_be_followed_is_taken_in_as_it_comes(
+    hosted: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = offload.Offload._pairs
+
+    def fails(self: Any, on_device: Any, chunks: Any) -> Any:
+        if hosted.session.offload.facts["full 0 on the host"]["backed_up"] > 300:
+            raise RuntimeError("of the canary's own")
+        return pairs(self, on_device, chunks)
+
+    monkeypatch.setattr(offload.Offload, "_pairs", fails)
+    served_again(hosted)
+    summary = hosted.session.manager.summary()
+    assert [report.sentence for report in hosted.session.manager.reports] == []
+    assert summary.uncovered + summary.unverified > 0
+
+
+def test_a_request_that_is_given_up_while_it_is_loaded_leaves_nothing_behind(hosted: Engine) -> None:
+    served_again(hosted)
+    for n in range(6):
+        hosted.submit(f"more {n}", [(11 * k + n) % VOCABULARY + 3 for k in range(150)], new_tokens=2)
+    hosted.run()
+    for n in range(3):
+        hosted.submit(f"given up {n}", PROMPT, new_tokens=4)
+        hosted.step()
+        hosted.abort(f"given up {n}")
+    hosted.run()
+    hosted.submit("third", PROMPT, new_tokens=4)
+    hosted.run()
+    hosted.session.manager.flush()
+    assert [report.sentence for report in hosted.session.manager.reports] == []
+    assert hosted.session.manager.summary().uncovered == 0
+
+
+def side(**changed: Any) -> Any:
+    """Return what `find` reads of a connector that it follows, but for what is changed."""
+    config = SimpleNamespace(canonical_layout=changed.get("canonical", False))
+    kind = type(changed.get("spec", "CPUOffloadingSpec"), (), {})
+    spec = kind()
+    spec.config, spec.replicated_layout = config, changed.get("replicated", False)  # type: ignore[attr-defined]
+    connector = type(changed.get("connector", "OffloadingConnector"), (), {})()
+    connector.connector_worker = SimpleNamespace(spec=spec, worker=changed.get("worker", object()))
+    return connector
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_followed"),
+    [
+        ({}, True),
+        ({"canonical": True}, False),
+        ({"replicated": True}, False),
+        ({"spec": "TieringOffloadingSpec"}, False),
+        ({"connector": "MultiConnector"}, False),
+        ({"worker": None}, False),
+    ],
+)
+def test_host_memory_that_may_hold_what_others_brought_is_not_followed(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], is_followed: bool
+) -> None:
+    from vllm.distributed import kv_transfer
+
+    monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: side(**changed))
+    worker = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=object()))
+    assert (offload.find(worker) is not None) is is_followed
+    worker.vllm_config.kv_transfer_config = None
+    assert offload.find(worker) is None
+
+
+def test_chunks_that_begin_and_end_within_a_transfer_are_told_apart(hosted: Engine) -> None:
+    its = hosted.session.offload
+    its._per_chunk, its._order, its._sizes = 4, [0, 7, 1], {0: 2, 1: 2}
+    spec = SimpleNamespace(
+        block_ids=np.array([5, 6, 9, 20, 30, 31, 32]), group_sizes=[3, 1, 3], block_indices=[3, 0, 4]
+    )
+    found = [(p.number, p.here.tolist(), p.there.tolist()) for p in its._pairs(spec, np.array([10, 11, 12, 13]))]
+    # Block 3 of chunk 10 and the first two of chunk 11; group 7, which is not followed, has chunk 12.
+    assert found == [
+        (0, [10, 11, 12, 13, 18, 19], [86, 87, 88, 89, 90, 91]),
+        (1, [60, 61, 62, 63, 64, 65], [104, 105, 106, 107, 108, 109]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("host", "is_there"),
+    [
+        (torch.zeros(6, 2 * 64, dtype=torch.int8), True),
+        # Of another length; with gaps between chunks.
+        (torch.zeros(6, 2 * 60, dtype=torch.int8), False),
+        (torch.zeros(6, 4 * 64, dtype=torch.int8)[:, :128], False),
+    ],
+)
+def test_rows_on_the_host_lie_as_on_the_device(host: torch.Tensor, is_there: bool) -> None:
+    memory = torch.zeros(2, 10 * 64, dtype=torch.int8)
+    tensors = [part.view(10, 64) for part in memory]
+    # The second half of each half of a block of the second layer: two rows to a block.
+    layer = torch.as_strided(tensors[1], (20, 16), (32, 1), 10 * 64 + 16).view(torch.float32)
+    found = offload._row_of(layer, tensors, [torch.zeros(6, 128, dtype=torch.int8), host], 2)
+    assert (found is not None) is is_there
+    if found is not None:
+        assert (list(found.shape), found.stride(), found.storage_offset()) == ([24, 16], (32, 1), 16)
+    elsewhere = torch.zeros(20, 16, dtype=torch.uint8)
+    assert offload._row_of(elsewhere, tensors, [host, host], 2) is None
+
+
+def test_layers_that_share_blocks_with_others_have_no_rows_of_their_own() -> None:
+    memory = torch.zeros(10, 128, dtype=torch.int8)
+    here = torch.as_strided(memory, (10, 64), (128, 1), 64)
+    layer = torch.as_strided(memory, (10, 32), (128, 1), 64)
+    assert offload._row_of(layer, [here], [torch.zeros(6, 64, dtype=torch.int8)], 1) is None
+
+
+def test_groups_know_their_tiers(hosted: Engine) -> None:
+    its, (group,) = hosted.session.offload, hosted.session.groups
+    assert isinstance(group, AttachedGroup)
+    slots = torch.tensor([0, 40, 41])
+    # Nothing was loaded there.
+    assert its.take(group, slots).tolist() == slots.tolist()
