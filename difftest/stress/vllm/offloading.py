@@ -115,9 +115,8 @@ class Worker(OffloadingWorker):  # type: ignore[misc]
 
     def rows(self, side: str, tensor: int) -> torch.Tensor:
         """Return int8 [blocks, bytes] of one tensor on the device or on the host."""
-        if side == "device":
-            return self.device[tensor]
-        return self.host[tensor].view(-1, self.device[tensor].shape[1])
+        device: torch.Tensor = self.device[tensor]
+        return device if side == "device" else self.host[tensor].view(-1, device.shape[1])
 
     def _load(self, job: int, pairs: list[tuple[int, np.ndarray, np.ndarray]]) -> None:
         self.loaded += sum(len(blocks) for _, blocks, _ in pairs)
