@@ -57,7 +57,8 @@ def build(models: tuple[str, str], *, mode: str = "raise", settings: dict[str, s
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": STEPS + 1,
     }
-    with engine.overriding(SGLANG_ON_CPU="speculative", KV_CANARY_MODE=mode, **(settings or {})):
+    environment = {"SGLANG_ON_CPU": "speculative", "KV_CANARY_MODE": mode, **(settings or {})}
+    with engine.overriding(**environment):
         return engine.build_scheduler(models[0], **(speculation | args))
 
 

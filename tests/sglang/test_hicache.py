@@ -21,7 +21,7 @@ from kv_canary.engines.sglang import hicache, session
 from kv_canary.engines.sglang.storage import StoredPages
 from kv_canary.tier import HostTier
 
-from . import engine
+from . import eagle_harness, engine
 from .clean import Run, Tokens, run_clean
 
 TIERED = {
@@ -129,6 +129,72 @@ def test_turns_that_are_retracted_aborted_and_flushed_are_clean(llama, variant):
     run = run_tiered(llama, scenario, variant, schedule_conservativeness=0.2)
     assert run.aborted
     assert tiers()[0].facts.loaded > 100
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory):
+    """A target and an EAGLE draft model."""
+    return eagle_harness.models(tmp_path_factory.mktemp("eagle"))
+
+
+def drafts(models: tuple[str, str], **args: Any) -> Any:
+    """Return a watched scheduler with a host tier that decodes with drafts."""
+    settings = {"KV_CANARY_SEALS": "layer", "SGLANG_ON_CPU": "speculative,hicache"}
+    scheduler = eagle_harness.build(models, mode="log", settings=settings, **{**TIERED, **args})
+    for tier in tiers():
+        tier.close()
+    assert [tier.group.name for tier in tiers()] == ["full on the host", "draft on the host"]
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(v, marks=[] if v == "write back, overlap, mixed" else [pytest.mark.long]) for v in VARIANTS],
+)
+def test_a_draft_models_kv_goes_to_the_host_and_back_as_well(drafting, variant):
+    scheduler = drafts(drafting, **VARIANTS[variant])
+    prompts = [Tokens(n)(n) for n in (100, 60, 130, 90, 110, 70, 40)]
+    reqs = []
+    for _ in range(2):
+        for prompt in prompts:
+            reqs += served(scheduler, [prompt])
+        longer = [[*prompt, *Tokens(1)(5)] for prompt in prompts]
+        reqs += served(scheduler, [*prompts, *longer])
+    looked_at()
+    assert seen() == {}
+    assert session.current().manager.summary().unverified == 0
+    assert min(eagle_harness.accepted(reqs)) > 30
+    for tier in tiers():
+        assert (tier.facts.loaded > 300, tier.facts.verified > 0, tier.facts.unsealed) == (True, True, 0)
+
+
+def test_a_draft_models_kv_that_changes_on_the_host_is_found(drafting):
+    scheduler = drafts(drafting, **VARIANTS["write through"])
+    served(scheduler, [PROMPT])
+    [_, draft] = scheduler.tree_cache.cache_controller.mem_pool_host.entries
+    draft.host_pool.kv_buffer.view(torch.uint8)[1, 0, 33].view(-1)[0] ^= 1
+    looked_at()
+    assert seen() == {"draft on the host": {"SEAL_V"}}
+    fill(scheduler)
+    served(scheduler, [PROMPT])
+    assert seen()["draft"] == {"SEAL_V"}
+
+
+def test_a_draft_models_kv_is_stored_with_its_records(drafting, tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
+    scheduler = drafts(drafting, **STORED, **VARIANTS["write through"])
+    scheduler.tree_cache.prefetch_threshold = scheduler.tree_cache.cache_controller.prefetch_threshold = 16
+    served(scheduler, [PROMPT])
+    wait_for_files(scheduler, tmp_path)
+    assert scheduler.flush_cache()
+    [req] = served(scheduler, [PROMPT])
+    assert req.cached_tokens > 0
+    looked_at()
+    assert (seen(), session.current().manager.summary().unverified) == ({}, 0)
+    facts = in_storage()
+    assert set(facts) == {"stored", "brought"}
+    # Of each page, the target's part and the draft model's.
+    assert facts["brought"] == 2 * (req.cached_tokens // 16)
 
 
 def watched(model: str, *, starts: bool = False, **args: Any) -> Any:
@@ -521,10 +587,7 @@ def with_tier(**changed: Any) -> Any:
     )
     return SimpleNamespace(
         tree_cache=SimpleNamespace(cache_controller=controller),
-        server_args=SimpleNamespace(
-            disaggregation_mode=changed.get("disaggregation", "null"), speculative_algorithm="EAGLE"
-        ),
-        spec_algorithm=SimpleNamespace(is_none=lambda: not changed.get("speculates")),
+        server_args=SimpleNamespace(disaggregation_mode=changed.get("disaggregation", "null")),
     )
 
 
@@ -532,7 +595,6 @@ def with_tier(**changed: Any) -> Any:
     ("changed", "said"),
     [
         ({"disaggregation": "decode"}, "disaggregation_mode must be off .* with a host tier, got decode"),
-        ({"speculates": True}, "speculative_algorithm must be off with a host tier, got EAGLE"),
         ({"mode": "buffer_only"}, "the host memory's mode must be cache with a host tier, got buffer_only"),
         ({"host_pool": object()}, "the host pool of kv must be one of MHATokenToKVPoolHost, .* got object"),
         ({"packed_draft_device_pools": (1,)}, "the host pool of kv must be one of"),

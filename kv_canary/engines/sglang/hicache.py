@@ -46,8 +46,6 @@ def check(scheduler: Any) -> None:
     if args.disaggregation_mode in ("prefill", "decode"):
         expected = "off (of a decode server disaggregation_decode_retraction_backup=cpu_tensor)"
         raise refuse("disaggregation_mode", expected, args.disaggregation_mode)
-    if not scheduler.spec_algorithm.is_none():
-        raise refuse("speculative_algorithm", "off", str(args.speculative_algorithm))
     if controller.host_memory_mode != "cache":
         raise refuse("the host memory's mode", "cache", str(controller.host_memory_mode))
     for entry in controller.mem_pool_host.entries:
@@ -68,7 +66,7 @@ class HostTiers:
     Args:
         scheduler: whose prefix cache has a controller that `check` has seen.
         manager: its canary.
-        attached: the target's pool with its groups.
+        attached: the pools of the target and of draft models, with their groups.
         patches: what is wrapped.
         retire_freed: retires the slots that were freed up to now, and looks at what requests rested on that have ended,
             on the stream of the caller.
@@ -81,7 +79,7 @@ class HostTiers:
         self,
         scheduler: Any,
         manager: CanaryManager,
-        attached: tuple[Any, Sequence[BufferGroup]],
+        attached: Sequence[tuple[Any, Sequence[BufferGroup]]],
         *,
         patches: Patches,
         retire_freed: Callable[[], None],
@@ -99,7 +97,8 @@ class HostTiers:
         patches.wrap(controller, "write_storage", self._write_storage)
         by_pool: dict[str, Sequence[HostTier]] = {}
         for entry in controller.mem_pool_host.entries:
-            by_pool[entry.name.value] = tiers = _tiers_of(entry, manager, attached)
+            tiers = [tier for pool, groups in attached for tier in _tiers_of(entry, manager, pool, groups)]
+            by_pool[entry.name.value] = tiers
             self._watch(entry, tiers, patches)
             if entry.is_primary_index_anchor:
                 primary = entry.name.value
@@ -244,13 +243,13 @@ class HostTiers:
         return transfer.device_indices, transfer.host_indices
 
 
-def _tiers_of(entry: Any, manager: CanaryManager, attached: tuple[Any, Sequence[BufferGroup]]) -> list[HostTier]:
-    """Return the tiers of the groups whose bytes a pool of the controller's has."""
-    device_pool, groups = attached
-    windowed = entry.device_pool is not device_pool and entry.device_pool is getattr(device_pool, "swa_kv_pool", None)
+def _tiers_of(entry: Any, manager: CanaryManager, device_pool: Any, groups: Sequence[BufferGroup]) -> list[HostTier]:
+    """Return the tiers of the groups of a pool whose bytes one of the controller's pools has."""
+    windowed = getattr(device_pool, "swa_kv_pool", None)
+    full = (device_pool, getattr(device_pool, "full_kv_pool", device_pool))
     found = []
     for group in groups:
-        if (group.lut is not None) != windowed:
+        if not any(entry.device_pool is its for its in (full if group.lut is None else (windowed,))):
             continue
         k, v = _sources(entry.host_pool, group)
         found.append(HostTier(manager, group, num_slots=entry.host_pool.size, k_source=k, v_source=v))

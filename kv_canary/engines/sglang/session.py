@@ -236,7 +236,7 @@ class Session:
                 self._host_tiers = hicache.HostTiers(
                     scheduler,
                     self.manager,
-                    (target.token_to_kv_pool, self._groups[target]),
+                    [(runner.token_to_kv_pool, mine) for runner, mine in self._groups.items()],
                     patches=self._patches,
                     retire_freed=self._retire_freed,
                     following=self._following,

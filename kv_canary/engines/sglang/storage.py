@@ -77,14 +77,16 @@ class StoredPages:
         patches: Patches,
         updates: Callable[[], int],
     ) -> None:
-        self._controller, self._tiers, self._primary = controller, tiers, primary
+        self._controller, self._primary = controller, primary
+        # Not those of pools that are not watched.
+        self._tiers = {name: mine for name, mine in tiers.items() if mine}
         self._manager, self._patches, self._updates = manager, patches, updates
         self._has_adapters = has_adapters
         self._pools = {entry.name.value: entry.host_pool for entry in controller.mem_pool_host.entries}
         # No other process has it: identities of requests may count what only this one knows.
         self._process = secrets.randbits(63)
-        self._geometry = {name: _geometry(mine) for name, mine in tiers.items()}
-        seals = [tier.device_pool.seals for mine in tiers.values() for tier in mine]
+        self._geometry = {name: _geometry(mine) for name, mine in self._tiers.items()}
+        seals = [tier.device_pool.seals for mine in self._tiers.values() for tier in mine]
         self._seed = _digest(*(None if its is None else its.seed for its in seals))
         # Where what threads count lands.
         self._lock, self._counts = threading.Lock(), Counter[str]()
