@@ -162,13 +162,16 @@ class HostTier:
                 self.pool.keep_seals(by_layer=True, seed=seed, layers_per_band=per_band, words=self._seals)
                 self._hash = HostSeals(k_source, v_source, layers_per_band=per_band, seed=seed)
         self.group = BufferGroup(name=f"{group.name} on the host", pool=self.pool, window=group.window)
-        self._place = manager.watch_place(self.group)
+        self._place = manager.watch_place(self.group, self._came_in)
         widest = max((s.bytes_per_token for s in (k_source, v_source) if s is not None), default=1)
         self._at_once = max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // widest))
         self._width = RECORD_WORDS + (0 if self._seals is None else self._seals.shape[1])
         # Of each slot: how often what it holds has changed, and whether bytes and records are there.
         self._generations = np.zeros(num_slots + 1, np.int64)
         self._is_there = np.zeros(num_slots + 1, bool)
+        # Whether its bytes have been seen to be those of its seal since they came, and whether they were not when they
+        # were looked at first.
+        self._is_intact, self._came_wrong = np.zeros(num_slots + 1, bool), np.zeros(num_slots + 1, bool)
         # Slots of which nobody can say what they hold.
         self._is_unknown = np.zeros(num_slots + 1, bool)
         self._backups: deque[Backup] = deque()
@@ -296,7 +299,8 @@ class HostTier:
     def clear(self) -> None:
         """Take in that no slot holds anything."""
         self._generations += 1
-        self._is_there[:] = self._is_unknown[:] = False
+        for facts in (self._is_there, self._is_unknown, self._is_intact, self._came_wrong):
+            facts[:] = False
         self.pool.records.zero_()
         self._backups.clear()
         self._brought.clear()
@@ -443,6 +447,10 @@ class HostTier:
             )
             for n, band in islice(zip(*np.nonzero((differ != 0) & stayed[:, None]), strict=True), _MOST_ROWS)
         ]
+        wrong = (differ != 0).any(axis=1)
+        looked = slots[chosen[stayed]]
+        self._came_wrong[looked] |= wrong[stayed] & ~self._is_intact[looked]
+        self._is_intact[looked] |= ~wrong[stayed]
         self._verified += len(chosen)
         self._unsealed += int(live.sum()) - len(chosen)
         if rows:
@@ -461,6 +469,10 @@ class HostTier:
             position=(identity >> 32) & 0xFFFFFFFF,
             step=self._manager.step,
         )
+
+    def _came_in(self, row: ViolationRow) -> int | None:
+        """Return the step of a violation where the bytes were wrong when they were looked at first; None otherwise."""
+        return row.step if self._came_wrong[row.slot] else None
 
     def _take_in(self, backup: Backup) -> None:
         host, numbers = backup.slots, backup.slots.numpy()
@@ -507,7 +519,8 @@ class HostTier:
     def _forget(self, slots: torch.Tensor) -> None:
         numbers = slots.numpy()
         self._generations[numbers] += 1
-        self._is_there[numbers] = self._is_unknown[numbers] = False
+        for facts in (self._is_there, self._is_unknown, self._is_intact, self._came_wrong):
+            facts[numbers] = False
         self.pool.records[slots] = 0
 
 

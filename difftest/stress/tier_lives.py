@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import json
 import multiprocessing
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,12 +33,50 @@ class Named(Protocol):
     def name(self) -> str: ...
 
 
+# What an incident says where a copy has brought what it should not have; where no copy has come at all; where what
+# lies there has changed since; and where what was found is not the request's.
+CAME_WRONG = ("are not those that were to come there",)
+FROM_ELSEWHERE = ("is another's, or of other positions", "are not those that were to come there")
+NEVER_CAME = ("nothing ever wrote there", "is missing")
+CHANGED = ("changed after they were written", "changed with no record")
+WRONG_PREFIX = ("a stale or wrong prefix hit",)
+
+
+class Fault(Named, Protocol):
+    """A fault, with parts of causes: those that name what happened, and those that are true and not all of it."""
+
+    @property
+    def right(self) -> Sequence[str]: ...
+
+    @property
+    def half(self) -> Sequence[str]: ...
+
+
+def grade(fault: Fault, says: str) -> str:
+    """Return how right a cause is that a life with a fault has told: "right", "half" or "wrong"; "" where none was."""
+    if not says:
+        return ""
+    if any(part in says for part in fault.right):
+        return "right"
+    return "half" if any(part in says for part in fault.half) else "wrong"
+
+
 def look_of(report: Any) -> str:
     """Return which look has made a report: "backup", "host", "load" or "head"."""
     is_seal = any(reason.startswith("SEAL") for reason in report.reasons)
     if report.group.endswith("on the host"):
         return "host" if is_seal else "backup"
     return "load" if is_seal else "head"
+
+
+def last_incident(manager: Any) -> int:
+    """Return the number of a canary's last incident; 0 where there was none."""
+    return max((incident.number for incident in manager.incidents), default=0)
+
+
+def cause_behind(manager: Any, last: int) -> str:
+    """Return what the first incident behind one with a number says of its cause, "" where there is none."""
+    return next((incident.cause for incident in manager.incidents if incident.number > last), "")
 
 
 def campaign(
@@ -47,6 +86,7 @@ def campaign(
     names: Callable[[Any], Sequence[str]],
     seeds: Sequence[int],
     *,
+    faults: Sequence[Fault],
     tick: Callable[[str], None] = lambda what: None,
 ) -> list[dict[str, Any]]:
     """Live every fault with every seed in every setting; return a row for each fault and setting, JSON-ready.
@@ -57,6 +97,7 @@ def campaign(
         settings: to be lived in.
         names: returns the faults of a setting, by name.
         seeds: of the lives.
+        faults: that there are.
         tick: called behind every life.
 
     Raises:
@@ -78,13 +119,15 @@ def campaign(
                 lives.setdefault(one[:2], []).append(one[2])
                 tick(f"{one[0]}: {one[1]}")
         process.join()
-    return [_row(f"{engine}, {setting}", fault, found) for (setting, fault), found in lives.items()]
+    by_name = {fault.name: fault for fault in faults}
+    return [_row(f"{engine}, {setting}", fault, by_name.get(fault), found) for (setting, fault), found in lives.items()]
 
 
-def _row(engine: str, fault: str, lives: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _row(engine: str, name: str, fault: Fault | None, lives: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     places = [life["where"] for life in lives if life["found"]]
+    grades = [] if fault is None else [grade(fault, life["says"]) for life in lives]
     return {
-        "fault": fault,
+        "fault": name,
         "engine": engine,
         "runs": len(lives),
         "found": len(places),
@@ -93,6 +136,8 @@ def _row(engine: str, fault: str, lives: Sequence[Mapping[str, Any]]) -> dict[st
         "blamed_wrongly": sum(life["blamed_wrongly"] for life in lives),
         "wrong_text": sum(life["wrong_text"] for life in lives),
         "came_back": min(life["came_back"] for life in lives),
+        "says": sorted({re.sub(r"\d+", "N", life["says"]) for life in lives if life["says"]}),
+        "causes": {name: grades.count(name) for name in ("right", "half", "wrong")},
     }
 
 
@@ -105,6 +150,8 @@ def objections(row: Mapping[str, Any]) -> Iterator[str]:
         yield f"found in {row['found']} of {row['runs']} lives"
     if row["blamed_wrongly"]:
         yield f"{row['blamed_wrongly']} lives blame somebody else"
+    if row["causes"]["wrong"]:
+        yield f"{row['causes']['wrong']} lives are told a wrong cause, of {row['says']}"
     if not row["came_back"]:
         yield "nothing came back from the host"
 
@@ -129,7 +176,7 @@ def run(
     engine: str,
     lead: Lead,
     settings: Sequence[Named],
-    faults: Sequence[Named],
+    faults: Sequence[Fault],
     *,
     belongs: Callable[[Any, Any], bool] = lambda setting, fault: True,
     lives: int,
@@ -173,13 +220,15 @@ def run(
             settings,
             names,
             range(seed, seed + lives),
+            faults=faults,
             tick=lambda what: bar.update(task, advance=1, description=what),
         )
-    table = Table("fault", "engine", "lives", "found", "where", "late", "blamed", "wrong text")
+    table = Table("fault", "engine", "lives", "found", "where", "late", "blamed", "causes", "wrong text")
     for row in rows:
         told = ", ".join(f"{place} {count}" for place, count in row["where"].items())
         shown = (row["fault"], row["engine"], row["runs"], row["found"], told, row["late_steps_max"])
-        table.add_row(*map(str, (*shown, row["blamed_wrongly"], row["wrong_text"])))
+        causes = ", ".join(f"{grade} {count}" for grade, count in row["causes"].items() if count)
+        table.add_row(*map(str, (*shown, row["blamed_wrongly"], causes, row["wrong_text"])))
     console.print(table)
     wrong = [f"{row['fault']}, {row['engine']}: {text}" for row in rows for text in objections(row)]
     for text in wrong:

@@ -498,7 +498,8 @@ def _vllm(found: Results, _: Sequence[str]) -> str:
 
 
 def _tiers(found: Results, _: Sequence[str]) -> str:
-    head = ["fault", "engine", "settings", "lives", "found", "by", "steps late at most", "blamed wrongly", "wrong text"]
+    head = ["fault", "engine", "settings", "lives", "found", "by", "steps late at most", "blamed wrongly"]
+    head += ["causes right, half, wrong", "wrong text"]
     files = ("tiers_detection.json", "vllm_tiers_detection.json")
     by_fault: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in (row for file in files for row in load(file)):
@@ -513,7 +514,8 @@ def _tiers(found: Results, _: Sequence[str]) -> str:
             sum(row[name] for row in rows) for name in ("runs", "found", "blamed_wrongly", "wrong_text")
         )
         late = max(row["late_steps_max"] for row in rows) if seen else ""
-        table.append([fault, engine, len(rows), runs, seen, by, late, blamed, wrong])
+        causes = ", ".join(str(sum(row["causes"][grade] for row in rows)) for grade in ("right", "half", "wrong"))
+        table.append([fault, engine, len(rows), runs, seen, by, late, blamed, causes if seen else "", wrong])
     settings = {row["engine"] for rows in by_fault.values() for row in rows}
     told = f"Settings: {'; '.join(sorted(settings))}."
     return f"{_table(head, table)}\n\n{told}\n\n{_source(found, *files)}"

@@ -27,6 +27,7 @@ class Circumstances:
         arrived: the first step of the request that reads; None if that is forgotten.
         overwritten: (step, incident) in which another request was seen to write to one of the slots.
         wrote: (step, owner, position) -> whether a forward of that step wrote it; None if that is forgotten.
+        came: (row) -> the step behind which what lies in its slot came from elsewhere; None where that is not known.
         name_of_owner: returns the request of an owner's number; None where that is forgotten.
     """
 
@@ -34,6 +35,7 @@ class Circumstances:
     arrived: int | None = None
     overwritten: tuple[int, int] | None = None
     wrote: Callable[[int, int, int], bool | None] = lambda step, owner, position: None
+    came: Callable[[ViolationRow], int | None] = lambda row: None
     name_of_owner: Callable[[int], str | None] = lambda owner: None
 
 
@@ -197,6 +199,8 @@ def cause_of_many(members: Sequence[Member], first: ViolationReport, around: Cir
         )
     if len(members) == 1 and _damaged_word(reasons, members[0].first) is not None:
         return first.cause
+    if (steps := _came_wrong(members, reasons, around)) is not None:
+        return _wrong_copy(pages.text if pages.whole else _counted(members), steps, bytes_alone=not reasons & CONTENT)
     if Reason.FREED in reasons and len(members) > 1:
         return _freed_cause(members, around, pages)
     if reasons & CONTENT and reasons != Reason.PREFIX:
@@ -208,6 +212,42 @@ def cause_of_many(members: Sequence[Member], first: ViolationReport, around: Cir
     if reasons and not reasons & ~BYTES:
         return _bytes_cause(members, reasons, around, pages)
     return first.cause
+
+
+def _came_wrong(members: Sequence[Member], reasons: Reason, around: Circumstances) -> list[int] | None:
+    """Return the steps in which what is wrong came from elsewhere as it is; None where not all of it did so."""
+    if not reasons & (CONTENT | BYTES) or reasons & ~(CONTENT | BYTES):
+        return None
+    steps = []
+    for member in members:
+        came = around.came(member.first)
+        # All bytes are looked at when they come: what is found later has changed since.
+        if (
+            came is None
+            or member.writer_step > came
+            or not (reasons & CONTENT or came <= member.first.step <= came + 1)
+        ):
+            return None
+        steps.append(came)
+    return steps
+
+
+def _wrong_copy(where: str, steps: Sequence[int], *, bytes_alone: bool) -> str:
+    """Say that a copy has brought what should not have come."""
+    when = f"at step {_span(steps)}"
+    if bytes_alone:
+        return (
+            f"the bytes of {where} are not those that were to come there {when}: the copy was left out, came too early "
+            "or took others, or they had changed where they came from"
+        )
+    return (
+        f"what came to {where} {when} is another's, or of other positions: the copy took it from the wrong place, or "
+        "to the wrong one"
+    )
+
+
+def _counted(members: Sequence[Member]) -> str:
+    return f"{len(members)} slot{'s' if len(members) != 1 else ''}"
 
 
 def _freed_cause(members: Sequence[Member], around: Circumstances, pages: _Pages) -> str:

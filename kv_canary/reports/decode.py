@@ -33,6 +33,7 @@ class Decoder:
             those that were sealed; None: nobody can say.
         readers_since: (row, step) -> the requests that have had its slot in their rows behind that step.
         wrote: (step, owner, position) -> whether a forward of that step wrote it; None where that is forgotten.
+        came: (row) -> the step behind which what lies in its slot came from elsewhere; None where that is not known.
     """
 
     def __init__(
@@ -45,11 +46,12 @@ class Decoder:
         intact_at: Callable[[ViolationRow], int] | None = None,
         readers_since: Callable[[ViolationRow, int], Sequence[str]] = lambda row, step: (),
         wrote: Callable[[int, int, int], bool | None] = lambda step, owner, position: None,
+        came: Callable[[ViolationRow], int | None] = lambda row: None,
     ) -> None:
         self._groups = groups
         self._intact_at, self._readers_since = intact_at, readers_since
         self._name_of_row, self._name_of_owner = name_of_row, name_of_owner
-        self.redactor, self.wrote = redactor, wrote
+        self.redactor, self.wrote, self.came = redactor, wrote, came
 
     def name_of_row(self, step: int, row: int) -> str | None:
         """Return how reports call the request that ran in a row at a step; None if that is forgotten."""

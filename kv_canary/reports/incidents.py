@@ -265,6 +265,7 @@ class IncidentTracker:
             overwritten=overwritten,
             name_of_owner=self._decoder.name_of_owner,
             wrote=self._decoder.wrote,
+            came=self._decoder.came,
         )
         self.count += 1
         number = next(self._numbers)

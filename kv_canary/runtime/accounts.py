@@ -16,6 +16,7 @@ from kv_canary.redact import Redactor
 from kv_canary.reports import CanaryViolationError, Decoder, Incident, ViolationReport
 from kv_canary.reports.decode import SEALS, reason_names
 from kv_canary.reports.reporter import IncidentReporter, most_telling
+from kv_canary.runtime.arrivals import Arrivals
 from kv_canary.runtime.audits import Audits
 from kv_canary.runtime.batch import ForwardBatch, WatchedForward
 from kv_canary.runtime.cost import Costs
@@ -43,6 +44,7 @@ class Accounts:
         guard: takes in what callbacks and observers raise; none of it goes further.
         costs: says what steps cost.
         scrub, audits: say what of the pools has been held against its seals.
+        arrivals: say what has come from elsewhere.
         rows: where owners come from, for their names; None if the engine has its own.
         on_report: called with every report that is written out.
         observers: told of every step and report.
@@ -58,6 +60,7 @@ class Accounts:
         costs: Costs,
         scrub: Scrub,
         audits: Audits,
+        arrivals: Arrivals,
         rows: OwnerNames | None,
         on_report: Callable[[ViolationReport], None] | None,
         observers: Sequence[Observer],
@@ -72,7 +75,7 @@ class Accounts:
         self._checks: list[HealthCheck] = []
         self.join(*observers)
         self._config, self._guard, self._costs = config, guard, costs
-        self._scrub, self._audits = scrub, audits
+        self._scrub, self._audits, self._arrivals = scrub, audits, arrivals
         self._rows, self._on_report = rows, on_report
         self._steps = StepHistory()
         self.redactor = Redactor.of(config)
@@ -84,6 +87,7 @@ class Accounts:
             intact_at=self._intact_at,
             readers_since=self._readers_since,
             wrote=self._steps.wrote,
+            came=self._came,
         )
         self._desk = IncidentReporter(
             self._decoder, config=config, steps=self._steps, summary=self._summary_now, numbers=numbers
@@ -360,6 +364,10 @@ class Accounts:
         pool = self._decoder.group_of(row).pool
         written = ((row.writer & MASK64) >> OWNER_BITS) & STEP_MASK
         return self._scrub.intact_at(pool, row.slot, writer=row.writer, written=written, found=row.step)
+
+    def _came(self, row: ViolationRow) -> int | None:
+        """Return the step behind which what lies in a slot came from elsewhere; None where that is not known."""
+        return self._arrivals.step_of(self._decoder.group_of(row).pool, row)
 
     def _readers_since(self, row: ViolationRow, step: int) -> list[str]:
         """Return the requests that have had a slot in their rows behind a step, as far as that is remembered."""

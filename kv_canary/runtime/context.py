@@ -12,6 +12,7 @@ from kv_canary.backends import select_backend
 from kv_canary.config import CanaryConfig, Seals
 from kv_canary.constants import Tag
 from kv_canary.errors import must_be
+from kv_canary.runtime.arrivals import Arrivals
 from kv_canary.runtime.capacities import CanaryLaunchCapacities, CanaryLimits
 from kv_canary.runtime.device_state import CanaryDeviceState
 from kv_canary.runtime.guard import Guard
@@ -50,6 +51,7 @@ class CanaryContext:
         self.groups = tuple(groups)
         # Where violations may be found, by the number that their rows have of it: the groups, and tiers of their pools.
         self.places: list[BufferGroup] = [*groups]
+        self.arrivals = Arrivals()
         self.pools: tuple[KvPool, ...] = tuple(dict.fromkeys(g.pool for g in groups))
         self.limits, self.config = limits, config
         self.guard = Guard(contains=config.mode != "raise", redacts=config.redact)

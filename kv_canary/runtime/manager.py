@@ -106,6 +106,7 @@ class CanaryManager:
             costs=costs,
             scrub=scrub,
             audits=audits,
+            arrivals=context.arrivals,
             rows=rows,
             on_report=on_report,
             observers=[*(() if self.is_off else observers_of(self.config)), *observers],
@@ -365,8 +366,12 @@ class CanaryManager:
         if not self.is_off:
             self._steps.audits.forget_row(row)
 
-    def watch_place(self, group: BufferGroup) -> int:
+    def watch_place(self, group: BufferGroup, came: Callable[[ViolationRow], int | None]) -> int:
         """Take in that violations may be found in another place, a tier of one of the pools; return its number.
+
+        Args:
+            group: the place.
+            came: returns the step in which what is wrong there came there; None: it was right then.
 
         Raises:
             ValueError: a place of that name is there already.
@@ -375,6 +380,7 @@ class CanaryManager:
         if group.name in [place.name for place in places]:
             raise ValueError(must_be("watch_place", "group", "of another name than those there are", group.name))
         places.append(group)
+        self.context.arrivals.watch(group.pool, came)
         return len(places)
 
     def report(self, rows: Sequence[ViolationRow]) -> None:
@@ -404,6 +410,7 @@ class CanaryManager:
         if not self.is_off:
             with self.guard.contain("taking in what came back"):
                 pool.put_seals(slots, seals)
+                self.context.arrivals.note(self.step, pool, slots)
                 if seals is not None:
                     self._steps.audits.arrived(pool, slots)
 

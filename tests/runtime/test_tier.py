@@ -483,3 +483,79 @@ def test_an_emptied_tier_takes_nothing_in_that_came_before(how: str) -> None:
     t.tier.settle()
     assert t.tier.facts.brought == 0
     assert t.tier.rows_of(there) is None
+
+
+def causes(t: Tiered) -> list[str]:
+    """Return what the incidents say, with all that there is to look at on the host."""
+    t.found()
+    return [incident.cause for incident in t.engine.manager.incidents]
+
+
+def test_what_was_not_right_when_it_came_to_the_host_is_said_to_have_come_so() -> None:
+    t, _, device, host = lived()
+    backup = t.tier.backup(device, host)
+    # The copy is left out.
+    t.tier.backed_up(backup)
+    [cause] = causes(t)
+    assert "the bytes of 10 slots are not those that were to come there" in cause
+
+
+def test_what_changes_on_the_host_once_it_was_seen_is_said_to_have_changed() -> None:
+    t, _, device, host = lived()
+    t.backup(device, host)
+    assert causes(t) == []
+    t.halves[0][0, 21:24] ^= 1
+    [cause] = causes(t)
+    assert "the bytes of 3 slots changed after they were written" in cause
+
+
+def test_a_place_on_the_host_that_is_anothers_was_not_seen_right_before() -> None:
+    t, _, device, host = lived()
+    t.backup(device, host)
+    assert causes(t) == []
+    t.tier.free(host)
+    t.backup(device, host)
+    t.halves[0][0, 25:27] ^= 1
+    [cause] = causes(t)
+    assert "the bytes of 2 slots are not those that were to come there" in cause
+
+
+def test_a_load_that_leaves_out_a_layer_is_said_to_be_at_fault() -> None:
+    t, a, device, host = lived()
+    t.backup(device, host)
+    t.step((a, 1))
+    t.load(host, a, 0, layers=range(1, LAYERS))
+    t.step((a, 1))
+    said = causes(t)
+    assert said
+    assert all("are not those that were to come there" in cause for cause in said)
+    assert "at step 2: the copy was left out" in said[0]
+
+
+def test_a_load_from_the_wrong_place_is_said_to_be_at_fault() -> None:
+    t, a, device, host = lived()
+    t.backup(device, host)
+    t.step((a, 1))
+    # Records and bytes go together, to each other's places.
+    t.load(host.flip(0), a, 0)
+    t.step((a, 1))
+    said = causes(t)
+    assert said
+    assert all("is another's, or of other positions: the copy took it from the wrong place" in cause for cause in said)
+
+
+def test_what_changes_on_the_device_later_is_no_loads_fault() -> None:
+    t, a, device, host = lived()
+    t.backup(device, host)
+    t.step((a, 1))
+    there = t.load(host, a, 0)
+    t.step((a, 1))
+    t.step((a, 1))
+    source = t.group.pool.k_source
+    assert source is not None
+    for layer in source.layers:
+        layer.view(-1, BYTES)[there[2:5]] ^= 255
+    t.step((a, 1))
+    said = causes(t)
+    assert said
+    assert not any("to come there" in cause for cause in said)

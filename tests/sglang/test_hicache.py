@@ -261,7 +261,9 @@ def test_what_the_thread_finds_while_nothing_runs_is_told(llama):
 
 def lived(setting: Any, names: Sequence[str]) -> list[dict[str, Any]]:
     """Return what came of a life with each fault."""
-    return tier_lives.campaign("sglang", tiers_campaign.lead, [setting], lambda _: names, [0])
+    return tier_lives.campaign(
+        "sglang", tiers_campaign.lead, [setting], lambda _: names, [0], faults=tiers_campaign.FAULTS
+    )
 
 
 def test_what_goes_wrong_on_the_way_is_found_and_nothing_without() -> None:

@@ -96,7 +96,9 @@ def test_a_healthy_life_is_silent_and_nothing_is_taken_in_as_it_comes(model: Mod
 
 def test_what_goes_wrong_on_the_way_is_found_and_nothing_without() -> None:
     names = ("healthy", "backup dropped", "one bit on the host", "load dropped", "one address for two layers")
-    rows = tier_lives.campaign("vllm", campaign.lead, campaign.SETTINGS[:1], lambda _: names, [0])
+    rows = tier_lives.campaign(
+        "vllm", campaign.lead, campaign.SETTINGS[:1], lambda _: names, [0], faults=campaign.FAULTS
+    )
     assert [row["fault"] for row in rows] == list(names)
     assert [text for row in rows for text in tier_lives.objections(row)] == []
     assert [set(row["where"]) for row in rows] == [set(), {"host"}, {"host"}, {"load"}, {"load"}]

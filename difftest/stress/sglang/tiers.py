@@ -103,6 +103,7 @@ class Fault:
 
     Args:
         name, doc: what it is called, and what goes wrong.
+        right, half: see `tier_lives.Fault`.
         phase: when: while KV is backed up, while it lies on the host, while it is loaded, or in storage.
         before, behind: do it to a copy, before it is made or behind it; `before` returns True where it is not made.
         operation: does it to the controller's operation, before records and bytes are.
@@ -112,6 +113,8 @@ class Fault:
 
     name: str
     doc: str
+    right: Sequence[str] = tier_lives.CAME_WRONG
+    half: Sequence[str] = ()
     phase: Phase = "load"
     before: Callable[[Copy], bool] | None = None
     behind: Callable[[Copy], None] | None = None
@@ -249,6 +252,7 @@ FAULTS = (
     Fault(
         name="device slots reused during the backup",
         doc="others write to the slots while they are copied to the host",
+        right=(*tier_lives.CAME_WRONG, *tier_lives.CHANGED),
         phase="backup",
         before=_written_before,
     ),
@@ -256,10 +260,18 @@ FAULTS = (
     Fault(
         name="backup cut short",
         doc="the last page of a backup is left out, and the tree keeps it",
+        right=tier_lives.NEVER_CAME,
         phase="backup",
         operation=_cut_short,
     ),
-    Fault(name="one bit on the host", doc="a random bit of host memory flips", phase="host", behind=_bit),
+    Fault(
+        name="one bit on the host",
+        doc="a random bit of host memory flips",
+        right=tier_lives.CHANGED,
+        half=tier_lives.CAME_WRONG,
+        phase="host",
+        behind=_bit,
+    ),
     Fault(name="one layer skipped", doc="a load leaves a layer out", before=_skips_one_layer),
     Fault(name="layers shifted", doc="a load puts every layer's KV into the one before", before=_shifted),
     Fault(name="K into V", doc="a load puts K where V belongs", behind=_k_into_v),
@@ -269,29 +281,48 @@ FAULTS = (
         doc="others get host slots while they are loaded",
         before=_reused_meanwhile,
     ),
-    Fault(name="two pages swapped", doc="a load takes two pages in each other's place", operation=_pages_swapped),
+    Fault(
+        name="two pages swapped",
+        doc="a load takes two pages in each other's place",
+        right=tier_lives.FROM_ELSEWHERE,
+        half=tier_lives.WRONG_PREFIX,
+        operation=_pages_swapped,
+    ),
     Fault(
         name="pages of half the length",
         doc="a load counts host pages as half as long as they are",
+        right=tier_lives.FROM_ELSEWHERE,
+        half=tier_lives.WRONG_PREFIX,
         operation=_as_if_pages_were_half,
     ),
     Fault(name="a bit rots in a file", doc="a random bit of a page's file flips", phase="storage", files=_rots),
     Fault(
         name="another prompt's file",
         doc="a page's file is put in the place of another's",
+        right=tier_lives.FROM_ELSEWHERE,
+        half=tier_lives.WRONG_PREFIX,
         phase="storage",
         files=_renamed,
     ),
-    Fault(name="two files swapped", doc="files of two pages have each other's names", phase="storage", files=_swapped),
+    Fault(
+        name="two files swapped",
+        doc="files of two pages have each other's names",
+        right=tier_lives.FROM_ELSEWHERE,
+        half=tier_lives.WRONG_PREFIX,
+        phase="storage",
+        files=_swapped,
+    ),
     Fault(
         name="prefetch cut short",
         doc="the last pages of a prefetch never come, and it is published as whole",
+        right=tier_lives.NEVER_CAME,
         phase="storage",
         around=_published_whole,
     ),
     Fault(
         name="the key forgets the salt",
         doc="names of files are made without the requests' cache salt: one finds the other's pages",
+        right=tier_lives.WRONG_PREFIX,
         phase="storage",
         around=_forgets_the_salt,
     ),
@@ -378,7 +409,7 @@ class Engine:
         manager = self.session.manager
         prompt = some(PROMPT)
         manager.reports.clear()
-        began = {"step": 0}
+        began = {"step": 0, "incidents": tier_lives.last_incident(manager)}
         if self._stores:
             return self._outcome(*self._live_with_files(fault, prompt, some(PROMPT), rng, began), began)
         with self._wrong(fault, "backup", rng, began, of=prompt):
@@ -442,6 +473,7 @@ class Engine:
             "where": "" if not reports else tier_lives.look_of(reports[0]),
             "late": max(0, reports[0].step - began["step"] - 1) if reports else 0,
             "blamed_wrongly": any(r.request_id not in (None, first.rid, second.rid) for r in reports),
+            "says": tier_lives.cause_behind(manager, began["incidents"]),
             "wrong_text": list(first.output_ids) != list(second.output_ids),
             "came_back": second.cached_tokens,
         }

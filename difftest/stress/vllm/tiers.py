@@ -56,12 +56,15 @@ class Fault:
 
     Args:
         name, doc: what it is called, and what goes wrong.
+        right, half: see `tier_lives.Fault`.
         of: which copy: to the host ("store") or back; or none, but what lies there.
         do: makes it wrong; None for what lies there.
     """
 
     name: str
     doc: str
+    right: Sequence[str] = tier_lives.CAME_WRONG
+    half: Sequence[str] = ()
     of: Literal["store", "load", "host"] = "load"
     do: Mistake | None = None
 
@@ -146,11 +149,18 @@ FAULTS = (
     Fault(
         name="device slots reused during the backup",
         doc="others write to a block while it is copied to the host",
+        right=(*tier_lives.CAME_WRONG, *tier_lives.CHANGED),
         of="store",
         do=_written_before,
     ),
     Fault(name="backup dropped", doc="a store is acknowledged and never made", of="store", do=_left_out),
-    Fault(name="one bit on the host", doc="a random bit of host memory flips", of="host"),
+    Fault(
+        name="one bit on the host",
+        doc="a random bit of host memory flips",
+        right=tier_lives.CHANGED,
+        half=tier_lives.CAME_WRONG,
+        of="host",
+    ),
     Fault(name="load dropped", doc="a load is acknowledged and never made", do=_left_out),
     Fault(name="one layer skipped", doc="a load leaves a layer out", do=_one_layer_skipped),
     Fault(name="one address for two layers", doc="a load brings one layer's KV to another too", do=_one_base_for_two),
@@ -219,7 +229,7 @@ class Life:
             return rng.choices(range(3, VOCABULARY), k=PROMPT)
 
         manager.reports.clear()
-        prompt, began = some(), [0]
+        prompt, began, incidents = some(), [0], tier_lives.last_incident(manager)
         if fault.of == "store" and fault.do is not None:
             offloading.FAULTS.append(offloading.Fault("store", self._noted(fault.do, began), seed))
         [first] = self.serve([prompt])
@@ -236,7 +246,7 @@ class Life:
         [second] = self.serve([prompt])
         self.look()
         manager.flush()
-        reports = list(manager.reports)
+        reports, says = list(manager.reports), tier_lives.cause_behind(manager, incidents)
         offloading.FAULTS.clear()
         self._empty()
         named = {(r.request_id or "").partition("-")[0] for r in reports}
@@ -245,6 +255,7 @@ class Life:
             "where": "" if not reports else tier_lives.look_of(reports[0]),
             "late": max(0, reports[0].step - began[0] - 1) if reports else 0,
             "blamed_wrongly": not named <= {"", first, second},
+            "says": says,
             "wrong_text": self.tokens_of(first) != self.tokens_of(second),
             "came_back": worker.loaded - before,
         }
