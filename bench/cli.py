@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kv_canary.commands.group import LazyGroup
+from kv_canary.extras import install_command
 
 if TYPE_CHECKING:
     from kv_canary.bench.speed.cases import Case
@@ -252,7 +253,8 @@ def _together(sources: tuple[Path, ...]) -> dict[str, Any]:
             if other[name] != result[name]:
                 raise click.UsageError(f"--from takes results of one {name}: {source} has {other[name]}")
         known = {row["case"] for row in result["cases"]}
-        result["cases"] += [{"commit": other["commit"], **row} for row in other["cases"] if row["case"] not in known]
+        of = {name: other[name] for name in ("commit", "date") if name in other}
+        result["cases"] += [{**of, **row} for row in other["cases"] if row["case"] not in known]
         result["failed"] += other["failed"]
     return dict(result)
 
@@ -282,7 +284,7 @@ def _run(cases: list[Case], settings: Settings, json_path: Path | None) -> dict[
     try:
         from kv_canary.bench.speed.run import prepare, run
     except ModuleNotFoundError as error:
-        raise click.UsageError(f"bench needs triton: pip install 'kv-canary[triton]' ({error})") from error
+        raise click.UsageError(f"bench needs triton: {install_command('triton')} ({error})") from error
     try:
         ready = prepare(settings)
     except ValueError as error:
@@ -314,7 +316,7 @@ def _draw(result: dict[str, Any], folder: Path) -> None:
     try:
         made = draw(result, folder)
     except ModuleNotFoundError as error:
-        raise click.UsageError(f"--plots needs matplotlib: pip install 'kv-canary[bench]' ({error})") from error
+        raise click.UsageError(f"--plots needs matplotlib: {install_command('bench')} ({error})") from error
     for path in made:
         click.echo(f"wrote {path}", err=True)
 

@@ -27,6 +27,7 @@ from kv_canary.difftest.options import (
 )
 from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.errors import must_be
+from kv_canary.extras import install_command
 
 if TYPE_CHECKING:
     from kv_canary.cases.casefile import CaseFile
@@ -72,7 +73,7 @@ class _Tools(LazyGroup):
     def invoke(self, ctx: click.Context) -> Any:
         asks = {"-h", "--help"} & {*ctx.args, *ctx._protected_args}
         if not asks and importlib.util.find_spec("hypothesis") is None:
-            raise click.UsageError("difftest needs hypothesis: pip install 'kv-canary[difftest]'")
+            raise click.UsageError(f"difftest needs hypothesis: {install_command('difftest')}")
         return super().invoke(ctx)
 
 
@@ -149,6 +150,9 @@ def run(examples: int, **options: Any) -> None:
 
     The same seed draws the same calls. Use it before a commit; use `fuzz` to look further.
 
+    On a CPU Triton is interpreted: the default, over all ops, took seven minutes on two cores that were busy with other
+    work as well. Time grows with --examples, and falls with --op; progress is told on the way.
+
     \b
     Examples:
       kv-canary difftest run
@@ -218,7 +222,7 @@ def replay(
     """
     from rich.console import Console
 
-    from kv_canary.difftest.console import show_replay
+    from kv_canary.difftest.console import save_picture, show_replay
     from kv_canary.difftest.replaying import replay_case
 
     case = _load(file, imports, max_gib)
@@ -227,10 +231,10 @@ def replay(
     if as_json:
         click.echo(json.dumps(result.as_dict(), indent=2))
     else:
-        console = Console(record=svg is not None)
+        console = Console()
         show_replay(console, case, result)
         if svg is not None:
-            console.save_svg(str(svg), title=f"kv-canary difftest replay {file.name}")
+            save_picture(svg, case, result, width=console.width, title=f"kv-canary difftest replay {file.name}")
     raise SystemExit(1 if result.mismatch is not None else 0)
 
 
@@ -503,7 +507,8 @@ def _refuse_without_triton(targets: Iterable[str]) -> None:
 
     needing = [target for target in targets if not is_registered(target, "triton")]
     if needing and not has_triton():
-        expected = f"installed for {', '.join(needing)} (pip install 'kv-canary[triton]'; name your own ops by --op)"
+        how = f"{install_command('triton')}; name your own ops by --op"
+        expected = f"installed for {', '.join(needing)} ({how})"
         raise ValueError(must_be("difftest", "triton", expected, "none"))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from rich import box
@@ -25,6 +27,31 @@ from kv_canary.specs import get_spec
 
 # Columns of a terminal that hold 16 bytes of either side next to each other, and tables with lines.
 _WIDE = 112
+# A picture asks for no font from elsewhere: columns are as wide as those of most monospaced fonts, so that the lines of
+# tables meet in any of them.
+_FONT_ASPECT = 0.6
+_PICTURE = """\
+<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+<style>
+.{unique_id}-matrix {{ font: {char_height}px/{line_height}px "DejaVu Sans Mono", Menlo, Consolas, monospace; }}
+.{unique_id}-title {{ font: bold 17px "DejaVu Sans", Verdana, Arial, sans-serif; }}
+{styles}
+</style>
+<defs>
+<clipPath id="{unique_id}-clip-terminal">
+<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/>
+</clipPath>
+{lines}
+</defs>
+{chrome}
+<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+{backgrounds}
+<g class="{unique_id}-matrix">
+{matrix}
+</g>
+</g>
+</svg>
+"""
 
 
 @contextmanager
@@ -123,11 +150,16 @@ def show_campaign(
 
 def show_replay(console: Console, case: CaseFile, replay: Replay) -> None:
     """Print how a replayed case fared: the call, the first differing bytes, and every difference decoded."""
-    console.print(call_table(case))
+    table = call_table(case)
+    says = printable(str(replay.mismatch)) if replay.mismatch is not None else ""
+    if says == case.says:
+        # Once is enough: it fails as it did.
+        table.title = Text(f"{case.op}: the saved call")
+    console.print(table)
     if replay.mismatch is None:
         console.print("[green]It does not fail here.[/]")
         return
-    console.print(f"[bold red]It fails:[/] {escape(printable(str(replay.mismatch)))}", highlight=False)
+    console.print(f"[bold red]It fails:[/] {escape(says)}", highlight=False)
     if not replay.differences:
         return
     first = replay.differences[0]
@@ -135,20 +167,30 @@ def show_replay(console: Console, case: CaseFile, replay: Replay) -> None:
     wide = console.width >= _WIDE
     console.print(bytes_table(first.path, expected, got, width=16 if wide else 8))
     traced = any(d.writers is not None for d in replay.differences)
-    table = Table() if wide else Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    decoded = Table() if wide else Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for column in ("tensor", "where", "reference", replay.mismatch.backend, *(["written by"] if traced else [])):
-        table.add_column(column, overflow="fold")
+        decoded.add_column(column, overflow="fold")
     for difference in replay.differences:
         row = [difference.path, difference.where, difference.expected, difference.got]
         if traced:
             row.append("\n".join(difference.writers or ()) or "no program")
-        table.add_row(*row)
-    console.print(table)
+        decoded.add_row(*row)
+    console.print(decoded)
+
+
+def save_picture(path: Path, case: CaseFile, replay: Replay, *, width: int, title: str) -> None:
+    """Save what `show_replay` prints on a terminal of `width` columns as SVG, on a ground of its own."""
+    console = Console(record=True, width=width, file=io.StringIO())
+    show_replay(console, case, replay)
+    # What reaches below the last line is cut off.
+    console.print()
+    console.save_svg(str(path), title=title, code_format=_PICTURE, font_aspect_ratio=_FONT_ASPECT)
 
 
 def call_table(case: CaseFile) -> Table:
     """The arguments of a call; small tensors with their contents."""
-    table = Table(title=Text(f"{case.op}: {case.says}"), title_justify="left")
+    says = case.says if case.says.startswith(f"{case.op} ") else f"{case.op}: {case.says}"
+    table = Table(title=Text(says), title_justify="left")
     for column in ("argument", "role", "what", "values"):
         table.add_column(column, overflow="fold")
     spec = get_spec(case.op)

@@ -17,6 +17,7 @@ from hypothesis.database import (
 )
 
 from kv_canary.errors import must_be
+from kv_canary.extras import install_command
 
 FORMS = "PATH, dir:PATH, redis://HOST[:PORT][/DB], github:OWNER/REPO[/ARTIFACT], or one of these behind ro: (read only)"
 # How often, and for how long, a Redis is asked again that does not answer.
@@ -83,7 +84,7 @@ def _open_redis(address: str) -> ExampleDatabase:
         from redis.backoff import ExponentialBackoff
         from redis.retry import Retry
     except ModuleNotFoundError as error:
-        where = "opened where the package redis is installed (pip install 'kv-canary[fleet]')"
+        where = f"opened where the package redis is installed ({install_command('fleet')})"
         raise ValueError(must_be("difftest", "database", where, repr(name))) from error
     if not re.fullmatch(r"rediss?://([^@/]*@)?[^@/?:]+(:\d+)?(/\d*)?", address):
         raise _malformed(name)

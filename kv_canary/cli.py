@@ -13,6 +13,7 @@ import click
 from kv_canary import __version__
 from kv_canary.commands.group import LazyGroup
 from kv_canary.constants import BACKENDS
+from kv_canary.extras import install_command
 
 _ELSEWHERE = {
     "bench": "kv_canary.bench.cli:bench",
@@ -26,6 +27,16 @@ _ELSEWHERE = {
 }
 
 
+class LogLines(logging.Formatter):
+    """Log lines that name their logger, unless they begin with the name of the program, as kv-canary's own do."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        line = super().format(record)
+        is_named = line.startswith("kv-canary: ")
+        return f"{record.levelname} {line}" if is_named else f"{record.levelname} {record.name}: {line}"
+
+
 @click.group(cls=LazyGroup, elsewhere=_ELSEWHERE, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kv-canary")
 @click.option("-v", "--verbose", is_flag=True, help="Log what the canary does.")
@@ -37,10 +48,14 @@ def main(verbose: bool) -> None:
 
     Start with `kv-canary demo`; who writes kernels starts with `kv-canary difftest`.
     Exit codes: 0 clean, 1 something was found, 2 misuse.
+
+    \b
+    Completion in bash (zsh and fish: docs/README.md):
+      eval "$(_KV_CANARY_COMPLETE=bash_source kv-canary)"
     """
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogLines())
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
 
 
 @main.command()
@@ -115,9 +130,7 @@ def demo(
         from kv_canary.demo import traffic
         from kv_canary.demo.run import DEPTHS, run_demo
     except ModuleNotFoundError as error:
-        raise click.UsageError(
-            f"the demo needs transformers: pip install 'kv-canary[transformers]' ({error})"
-        ) from error
+        raise click.UsageError(f"the demo needs transformers: {install_command('transformers')} ({error})") from error
     if device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("--device cuda must be on a machine with a CUDA GPU, got one without")
     count, turns, new_tokens = (

@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import ipaddress
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from kv_canary.constants import BACKENDS
 from kv_canary.errors import must_be
 from kv_canary.perturb_settings import PerturbConfig
-from kv_canary.settings import ENVIRONMENT, kinds_of, read_settings
+from kv_canary.settings import ENVIRONMENT, kinds_of, nearest, read_settings
 from kv_canary.shadow_settings import ShadowSettings
 
 Mode = Literal["log", "raise", "off"]
 Records = Literal["one", "head_and_tail"]
 Seals = Literal["layer", "model", "off"]
+T = TypeVar("T")
 
 
+def _with_names_checked(cls: type[T]) -> type[T]:
+    """Have a class say which setting may be meant where one that it has not is given."""
+    made = cls.__init__
+
+    @functools.wraps(made)
+    def init(self: T, *args: Any, **settings: Any) -> None:
+        check_names("CanaryConfig", "arguments", settings)
+        made(self, *args, **settings)
+
+    setattr(cls, "__init__", init)  # noqa: B010
+    return cls
+
+
+@_with_names_checked
 @dataclass(frozen=True, kw_only=True)
 class CanaryConfig:
     """The canary's settings. Each field can also come from the environment: `KV_CANARY_<FIELD>`, see `from_env`.
@@ -30,8 +46,8 @@ class CanaryConfig:
         mode: "log" reports violations and goes on; "raise" also raises `CanaryViolationError`, at the next step; "off"
             watches nothing.
         backend: "reference" for debugging, "triton" for production; None or "auto" chooses by device.
-        read_bytes: bytes of each token's K, and of its V, that are fingerprinted; layer and window rotate with the
-            position. A whole token's bytes or more cover one layer wholly.
+        read_bytes: bytes of each token's K, and of its V, that are fingerprinted; which layer and window, the
+            position decides, once and for all. A whole token's bytes or more cover one layer wholly.
         verify_bytes_at_tail: fingerprint the cached K/V bytes again after the forward, not only before it.
         records: "one" record buffer for HEAD and TAIL; or "head_and_tail", two, of which HEAD's goes first and TAIL's
             last in the buffer lists of a transfer, so that one cut short is seen whichever end it lost.
@@ -68,7 +84,7 @@ class CanaryConfig:
         stats_every: steps between two lines of statistics in the log; 0: none.
         swa_divergence_every: steps between two reports of how far windowed groups differ from full ones; 0: none.
         digest_every: steps between two comparisons of digests across ranks; 0: none.
-        metrics_port: port that Prometheus metrics are served on, by HTTP; needs `kv-canary[metrics]`; 0: none.
+        metrics_port: port that Prometheus metrics are served on, by HTTP; needs `prometheus-client`; 0: none.
         metrics_address: address of this host that they are served at; 0.0.0.0 or :: for all of its addresses.
         event_log: file that events are appended to, one JSON object a line; None: none.
         bundles: folder that reports are saved in, for `kv-canary report`; None: none.
@@ -169,6 +185,25 @@ class CanaryConfig:
 def other_parts() -> dict[str, type[ShadowSettings] | type[PerturbConfig]]:
     """Return the settings of parts that read them themselves, by what follows `KV_CANARY_` in their variables."""
     return {"SHADOW_": ShadowSettings, "PERTURB_": PerturbConfig}
+
+
+def check_names(part: str, argument: str, names: Iterable[str], *, also: Iterable[str] = ()) -> None:
+    """Check that all `names` are those of settings.
+
+    Args:
+        part, argument: who says so otherwise.
+        names: as they were given.
+        also: names that may be meant besides.
+
+    Raises:
+        TypeError: naming those that are none, and what may be meant.
+    """
+    unknown = sorted(set(names) - set(_HINTS))
+    if unknown:
+        known = [*_HINTS, *also]
+        near = {name: nearest(name, known) for name in unknown}
+        got = ", ".join(f"{name} (did you mean {near[name]}?)" if near[name] else name for name in unknown)
+        raise TypeError(must_be(part, argument, "settings of CanaryConfig", got))
 
 
 def is_address(text: str) -> bool:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 
@@ -132,24 +132,42 @@ class BackgroundLogger:
         """Log at level WARNING."""
         self.log(logging.WARNING, text, *args)
 
-    def error(self, text: str, *args: object, exc_info: BaseException | None = None) -> None:
+    def error(self, text: str, *args: object) -> None:
         """Log at level ERROR."""
-        self.log(logging.ERROR, text, *args, exc_info=exc_info)
+        self.log(logging.ERROR, text, *args)
 
-    def exception(self, text: str, *args: object) -> None:
-        """Log at level ERROR, with what is being handled."""
-        self.log(logging.ERROR, text, *args, exc_info=sys.exc_info()[1])
+    def failure(self, text: str, *args: object, error: BaseException, redacts: bool) -> None:
+        """Log at level ERROR that something has failed, and where.
 
-    def log(self, level: int, text: str, *args: object, exc_info: BaseException | None = None) -> None:
-        """Log at a level, with an exception if one is given."""
+        Args:
+            error: what was raised.
+            redacts: whether texts of exceptions, which may name requests, are left out: kind and places are said.
+        """
+        self.log(logging.ERROR, text, *args, error=error, redacts=redacts)
+
+    def log(
+        self, level: int, text: str, *args: object, error: BaseException | None = None, redacts: bool = False
+    ) -> None:
+        """Log at a level, with an exception if one is given; see `failure`."""
         if self._logger.isEnabledFor(level):
             # Put together now: what the arguments stand for may change.
             line = text % args if args else text
-            trace = None if exc_info is None else (type(exc_info), exc_info, exc_info.__traceback__)
+            trace = None if error is None or redacts else (type(error), error, error.__traceback__)
             # Of the thread, the place and the time of the call.
             path, number, function, _ = self._logger.findCaller(stacklevel=3)
             record = self._logger.makeRecord(self._logger.name, level, path, number, line, (), trace, function)
+            if error is not None and redacts:
+                record.exc_text = _places(error)
             self._output.post(lambda: self._logger.handle(record))
+
+
+def _places(error: BaseException) -> str:
+    """Return an exception's kind and its trace, without its text and without lines of source."""
+    frames = [
+        (f.f_code.co_filename, number, f.f_code.co_name, "") for f, number in traceback.walk_tb(error.__traceback__)
+    ]
+    lines = traceback.StackSummary.from_list(frames).format()
+    return "".join(["Traceback (most recent call last):\n", *lines, type(error).__name__])
 
 
 OUTPUT = Output()

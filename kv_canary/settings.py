@@ -6,7 +6,7 @@ import difflib
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -45,12 +45,17 @@ def read_settings(
         field = rest.lower()
         if field not in hints:
             theirs = [part.lower() + known for part, of in others.items() for known in typing.get_type_hints(of)]
-            near = difflib.get_close_matches(field, [*hints, *theirs], n=1)
-            hint = f" (did you mean {prefix}{near[0].upper()}?)" if near else ""
+            near = nearest(field, [*hints, *theirs])
+            hint = f" (did you mean {prefix}{near.upper()}?)" if near else ""
             raise ValueError(f"kv-canary: environment: {name} must be a known setting, got an unknown one{hint}")
         if field not in settings:
             settings[field] = _parse(name, text, hints[field])
     return settings
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """Return the one of the `known` names that is most like `name`; None where none is."""
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
 
 
 def kinds_of(hint: Any) -> tuple[Any, ...]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import logging
 import os
 import sys
 import threading
@@ -27,11 +26,10 @@ from kv_canary.cases.casefile import SUFFIX, case_file, save
 from kv_canary.cases.comparison import Mismatch, Outcome, differing
 from kv_canary.cases.imports import replay_line
 from kv_canary.cases.packing import sparse_storage
+from kv_canary.output import logger
 from kv_canary.shadow_settings import ShadowSettings
 from kv_canary.specs import get_spec
 from kv_canary.specs.interface import KernelSpec, Leaf
-
-logger = logging.getLogger("kv_canary.shadow")
 
 Implementation = Callable[..., None]
 
@@ -130,8 +128,9 @@ def shadowed(op: str, *, serve: Implementation, check: Implementation) -> Implem
         # A fault of the check is never the engine's problem.
         try:
             _compare(spec, before, arguments, check, imports)
-        except Exception:
-            logger.exception("kv-canary: shadow: %s could not be compared", op)
+        except Exception as error:
+            # A launch is of no canary in particular: one of them may redact.
+            logger.failure("kv-canary: shadow: %s could not be compared", op, error=error, redacts=True)
 
     return launch
 
@@ -189,6 +188,7 @@ def _save(
     launch = _shadow.launches[spec.name]
     path = _shadow.config.folder / f"{spec.name}-{os.getpid()}-{number}{SUFFIX}"
     facts: dict[str, str | int | float] = {"seen": "shadow backend", "launch": launch}
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     save(case_file(spec, call, mismatch, facts=facts, imports=imports), path)
     with _shadow.lock:
         _shadow.files.append(path)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
+import importlib.metadata
 import importlib.util
 import json
+import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -20,11 +23,12 @@ from click.testing import CliRunner
 
 import kv_canary as kc
 from kv_canary import output
-from kv_canary.cli import main
+from kv_canary.cli import LogLines, main
 from kv_canary.commands import checkup, places
 from kv_canary.commands.checkup import Checkup, check_up
 from kv_canary.commands.probe import probe, probe_apart
 from kv_canary.engines.sglang import hooks
+from kv_canary.extras import install_command
 from kv_canary.specs import all_specs
 from kv_canary.specs.document import ops_page
 
@@ -217,6 +221,9 @@ def test_doctor_finds_all_well_and_says_what_is_covered(monkeypatch: pytest.Monk
     assert any("64 of each token's K" in line for line in found.covered)
     assert any("every 50 steps" in line for line in found.covered)
     assert any("padding slot" in line for line in found.not_covered)
+    assert any(
+        "every byte of K and V: sealed on a GPU" in line and "by sample on a CPU" in line for line in found.covered
+    )
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -322,7 +329,7 @@ def test_doctor_misses_the_library_of_metrics(monkeypatch: pytest.MonkeyPatch) -
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     assert (
-        "prometheus-client is not installed: pip install 'kv-canary[metrics]'" in doctor(METRICS_PORT=port).problems[0]
+        "prometheus-client is not installed: pip install 'prometheus-client>=" in doctor(METRICS_PORT=port).problems[0]
     )
 
 
@@ -428,6 +435,31 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert not imported & {"torch", "triton", "numpy", "hypothesis", "rich", "pytest", "transformers"}
 
 
+def test_shells_complete_commands_and_options_as_the_page_tells() -> None:
+    def told(**variables: str) -> str:
+        found = CliRunner().invoke(main, [], prog_name="kv-canary", env=variables)
+        assert found.exit_code == 0, found.output
+        return found.output
+
+    page = (Path(__file__).resolve().parents[1] / "docs/README.md").read_text()
+    shells = re.findall(r"\b_KV_CANARY_COMPLETE=(\w+)_source kv-canary", page)
+    assert shells == ["bash", "zsh", "fish"]
+    for shell in shells:
+        assert "_KV_CANARY_COMPLETE=" in told(_KV_CANARY_COMPLETE=f"{shell}_source")
+    for words, completed in (("kv-canary dif", "difftest"), ("kv-canary difftest run --ex", "--examples")):
+        number = str(len(words.split()) - 1)
+        found = told(_KV_CANARY_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=number)
+        assert found.split() == [f"plain,{completed}"]
+
+
+def test_log_lines_of_the_command_line_say_once_whose_they_are() -> None:
+    def line(name: str, text: str, *args: object) -> str:
+        return LogLines().format(logging.LogRecord(name, logging.WARNING, __file__, 1, text, args, None))
+
+    assert line("kv_canary", "kv-canary: incident %d", 1) == "WARNING kv-canary: incident 1"
+    assert line("transformers", "no tokens: %s", "kv-canary: ") == "WARNING transformers: no tokens: kv-canary: "
+
+
 def test_the_package_has_each_of_its_names_and_lists_them() -> None:
     import kv_canary
 
@@ -450,7 +482,29 @@ def test_help_of_the_tools_needs_none_of_what_they_need(monkeypatch: pytest.Monk
         found = CliRunner().invoke(main, command)
         assert (found.exit_code, "Usage:" in found.output) == (0, True), found.output
     found = CliRunner().invoke(main, ["difftest", "run"])
-    assert (found.exit_code, "difftest needs hypothesis: pip install" in found.output) == (2, True)
+    assert (found.exit_code, "difftest needs hypothesis: pip install 'hypothesis>=" in found.output) == (2, True)
+
+
+def test_what_to_install_is_told_by_the_packages_that_extras_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(package: str) -> list[str]:
+        assert package == "kv-canary"
+        return [
+            "torch>=2.6",
+            'triton>=3.2; extra == "triton"',
+            'transformers<5.24,>=5.17; extra == "transformers"',
+            "hypothesis>=6.100; python_version > '3' and extra == 'difftest'",
+            "pytest>=8; extra == 'difftest'",
+            'kv-canary[triton]; extra == "dev"',
+        ]
+
+    def is_not_installed(package: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    assert install_command("transformers") == "pip install 'transformers<5.24,>=5.17'"
+    assert install_command("triton", "difftest") == "pip install 'triton>=3.2' 'hypothesis>=6.100' 'pytest>=8'"
+    monkeypatch.setattr(importlib.metadata, "requires", is_not_installed)
+    assert install_command("triton", "difftest") == "pip install '.[triton,difftest]'"
 
 
 def test_the_page_of_settings_is_up_to_date_and_has_every_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,9 @@ def prose(page: Path) -> str:
     """What of a page is neither in a block of code nor behind its fence; code in a line stays, without its ticks."""
     text = re.sub(r"^(`{3,}|~{3,}).*?^\1`*$", "", page.read_text(), flags=re.M | re.S)
     return re.sub(r"^ {4}.*$", "", text, flags=re.M)
+
+
+SOURCES = [path for folder in ("kv_canary", "difftest", "bench", "examples") for path in (ROOT / folder).rglob("*.py")]
 
 
 @functools.cache
@@ -84,6 +88,15 @@ def test_a_dead_link_is_told_from_one_that_lives(tmp_path: Path) -> None:
         "[f](nowhere.md) [g](other.md#no-heading) [`h`](other.md#twice-2) [i](#there) ![j](nowhere.svg)\n"
     )
     assert dead_links(page) == ["nowhere.md", "other.md#no-heading", "other.md#twice-2", "#there", "nowhere.svg"]
+
+
+def test_nothing_is_installed_by_a_name_that_is_on_no_registry() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for path in {*PAGES, *SOURCES}:
+        text = path.read_text()
+        assert not re.search(r"pip install \S*kv-canary", text), path
+        for named in re.findall(r"pip install '?\.\[([\w,]+)\]", text):
+            assert set(named.split(",")) <= set(extras), path
 
 
 @pytest.mark.parametrize("page", API, ids=lambda page: page.name)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ast
+import email
 import graphlib
 import inspect
+import re
+import runpy
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+import kv_canary
 from kv_canary.backends import implementation
 from kv_canary.specs import all_specs, get_spec
 
@@ -92,12 +98,13 @@ def inside(name: str, packages: tuple[str, ...]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The files of a wheel built from a copy of the checkout."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel built from a copy of the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     files = [path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.suffix != ".pyc" and path.is_file()]
     # A copy, so that the build leaves nothing in the checkout.
-    for path in [*files, *(ROOT / name for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"))]:
+    top = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+    for path in [*files, *(ROOT / name for name in top)]:
         copy = folder / "checkout" / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
@@ -106,13 +113,47 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         [*command, "--wheel-dir", str(folder), str(folder / "checkout")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    (wheel,) = folder.glob("*.whl")
-    return zipfile.ZipFile(wheel).namelist()
+    (made,) = folder.glob("*.whl")
+    return zipfile.ZipFile(made)
+
+
+@pytest.fixture(scope="module")
+def wheel_names(wheel: zipfile.ZipFile) -> list[str]:
+    return wheel.namelist()
 
 
 def test_wheel_installs_one_top_level_package(wheel_names: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel_names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"kv_canary"}
+
+
+def test_what_a_registry_shows_is_the_readme_without_links_that_lead_nowhere(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = email.message_from_bytes(wheel.read(name))
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    shown, readme = str(metadata.get_payload()), (ROOT / "README.md").read_text()
+    assert shown.startswith(readme.splitlines()[0])
+    assert len(re.findall(r"\]\((?!https:)", readme)) > 8
+    assert re.findall(r"\]\((?!https:)", shown) == []
+
+
+def test_links_of_the_readme_are_made_absolute_where_the_repository_has_an_address() -> None:
+    description = runpy.run_path(str(ROOT / "setup.py"))["description"]
+    text = "[a](docs/a.md#b) ![c](c.svg) [d](https://x.org/d) [e](#e)"
+    there = "https://x.org/k"
+    absolute = f"[a]({there}/blob/HEAD/docs/a.md#b) ![c]({there}/raw/HEAD/c.svg) [d](https://x.org/d) [e](#e)"
+    assert description(text, "https://x.org/k/") == absolute
+    assert description(text, None) == "a c [d](https://x.org/d) [e](#e)"
+
+
+def test_who_cites_it_cites_what_is_here() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (cited["cff-version"], cited["type"]) == ("1.2.0", "software")
+    assert cited["version"] == project["version"] == kv_canary.__version__
+    assert cited["license"] == project["license"]
+    assert cited["keywords"] == project["keywords"]
+    assert cited["authors"] == project["authors"]
 
 
 def test_wheel_holds_every_module_but_mutants_and_campaigns(wheel_names: list[str]) -> None:
@@ -203,6 +244,30 @@ def test_the_runtime_looks_down_only_not_even_a_type_looks_up() -> None:
     )
     order = list(sorter.static_order())
     assert order.index("kv_canary.runtime.manager") > order.index("kv_canary.runtime.forward")
+
+
+def test_what_was_raised_is_logged_by_one_rule() -> None:
+    """So no text of an exception goes past `redact`."""
+    past = {
+        f"{name_of(path)}:{node.lineno}"
+        for path in sources("kv_canary")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and path != ROOT / "kv_canary/output.py"
+        if (isinstance(node.func, ast.Attribute) and node.func.attr == "exception")
+        or any(keyword.arg == "exc_info" for keyword in node.keywords)
+    }
+    assert past == set()
+
+
+def test_the_end_of_a_process_is_awaited_in_two_places() -> None:
+    """One is of every process; the other leaves out those that were forked."""
+    awaited = {
+        name_of(path)
+        for path in sources("kv_canary")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "atexit.register"
+    }
+    assert awaited == {"kv_canary/output.py", "kv_canary/engines/ending.py"}
 
 
 def test_kernels_init_holds_a_docstring_only() -> None:

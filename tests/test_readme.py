@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,16 @@ ROOT = Path(__file__).parents[1]
 README, OWN_ENGINE = ROOT / "README.md", ROOT / "docs/own-engine.md"
 
 
-def run_own_pool() -> dict[str, Any]:
-    block = next(b for b in re.findall(r"```python\n(.*?)```", OWN_ENGINE.read_text(), re.S) if "KvPool" in b)
+def own_engine_blocks(word: str) -> list[str]:
+    """The blocks of Python on the page for engines of one's own that hold a word."""
+    return [b for b in re.findall(r"```python\n(.*?)```", OWN_ENGINE.read_text(), re.S) if word in b]
+
+
+def run_own_pool(*, settings: str = 'mode="raise"') -> dict[str, Any]:
+    (block,) = own_engine_blocks("KvPool")
+    assert 'mode="raise"' in block
     names: dict[str, Any] = {}
-    exec(block, names)
+    exec(block.replace('mode="raise"', settings), names)
     return names
 
 
@@ -28,35 +35,42 @@ def test_the_own_pool_example_is_silent_when_healthy() -> None:
     assert len(names["canary"].pools[0].records.nonzero()) > 0
 
 
-def test_the_own_pool_example_finds_a_changed_byte() -> None:
+def test_the_own_pool_example_finds_a_changed_byte_and_says_what_the_page_shows() -> None:
     names = run_own_pool()
-    canary, text, table = names["canary"], names["text"], names["table"]
-    # Position 6 is covered in layer 6 % 4 = 2, window 6 // 4 = 1: bytes 16 to 32, numbers 4 to 8 of slot 7.
-    names["k"][2, 7, 5] += 1
-    table[1, 22] = 23
-    request = kc.ForwardRequest(
-        request_id="a", row=1, owner=1, prefix_len=22, extend_len=1, tokens=lambda i, j: text[i:j]
-    )
-    import torch
-
-    batch = kc.ForwardBatch(
-        requests=[request],
-        input_ids=torch.tensor(text[22:23]),
-        positions=torch.tensor([22]),
-        out_slots={"full": torch.tensor([23])},
-        tables={"full": table},
-    )
-    with canary.forward().around(batch):
-        pass
-    with pytest.raises(kc.CanaryViolationError, match="request a reads position 6 in slot 7") as caught:
-        canary.flush()
+    (breaking,) = own_engine_blocks("stray write")
+    with pytest.raises(kc.CanaryViolationError) as caught:
+        exec(breaking, names)
     assert [r.reasons for r in caught.value.reports] == [("K",)]
+    (shown,) = re.findall(r"```\n(kv-canary: .*?)```", OWN_ENGINE.read_text(), re.S)
+    assert str(caught.value).split() == shown.split()
+
+
+def test_what_the_sample_of_the_own_pool_example_misses_is_found_by_seals() -> None:
+    changed = "k[1, 7, 5] += 1"
+    names = run_own_pool()
+    exec(f"{changed}\nstep(22, 23)\ncanary.scrub()\ncanary.flush()", names)
+    assert names["canary"].summary().violations == 0
+    for look in ("canary.scrub()", "canary.complete('a', {'full': torch.arange(1, 24)})"):
+        names = run_own_pool(settings='mode="raise", seals="layer"')
+        with pytest.raises(kc.CanaryViolationError, match="SEAL_K"):
+            exec(f"{changed}\nstep(22, 23)\n{look}\ncanary.flush()", names)
 
 
 def test_the_commands_that_the_readme_names_exist() -> None:
     makefile = (README.parent / "Makefile").read_text()
     for target in re.findall(r"^    make (\w+)", README.read_text(), re.M):
         assert f"\n{target}:" in makefile
+
+
+def test_the_readme_installs_first_what_its_demo_needs() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    commands = re.findall(r"^    (\S.*?)(?:  +#.*)?$", README.read_text(), re.M)
+    (install,) = (command for command in commands if command.startswith("pip install"))
+    assert commands.index(install) < commands.index("kv-canary demo")
+    (named,) = re.findall(r"pip install '\.\[(.*)\]'", install)
+    brought = {re.split(r"[<>=\[]", need)[0] for extra in named.split(",") for need in extras[extra]}
+    # The engine asks psutil how much memory the CPU has, and logs an error where it is not there.
+    assert {"transformers", "psutil"} <= brought
 
 
 def test_the_readme_is_short_and_shows_code_early() -> None:
@@ -67,7 +81,7 @@ def test_the_readme_is_short_and_shows_code_early() -> None:
 
 
 def test_many_requests_are_served_by_one_composition() -> None:
-    [block] = [b for b in re.findall(r"```python\n(.*?)```", OWN_ENGINE.read_text(), re.S) if "Composition" in b]
+    (block,) = own_engine_blocks("Composition")
     names = run_own_pool()
     exec(block, names)
     canary, table, text = names["canary"], names["table"], names["text"]

@@ -74,7 +74,11 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize(
     ("what", "code", "said"),
     [
-        (["clean"], 0, "verdict: clean; watching complete, 41 of 41 cached positions verified in 3 steps\n"),
+        (
+            ["clean"],
+            0,
+            "verdict: clean; watching complete, 41 of 41 cached positions verified in 3 steps, bytes by sample\n",
+        ),
         (["damaged"], 1, "verdict: CORRUPTION: 1 incident, "),
         (["clean", "7"], 7, "kv-canary: the program itself ended with exit code 7\n"),
         (["killed"], 1, "kv-canary: 1 of 1 canaries did not come to an end"),
@@ -149,10 +153,38 @@ def event(kind: str, **facts: Any) -> dict[str, Any]:
     return {"event": kind, "time": datetime.now(UTC).isoformat(), "pid": 1, **facts}
 
 
+def stop(step: int, watching: str) -> dict[str, Any]:
+    counts = dict.fromkeys(("skipped", "positions_relied_on", "positions_verified", "violations", "incidents"), 0)
+    return event("stop", step=step, watching=watching, requests=[], **counts)
+
+
+@pytest.mark.parametrize(
+    ("told", "code", "said"),
+    [
+        ([event("start"), stop(0, "off")], 2, "a canary was there, and no step ran before it"),
+        ([event("start"), stop(0, "partial")], 2, "verdict: no verdict; watching partial, 0 of 0"),
+        # Another one of the program's watched.
+        ([event("start"), stop(0, "off"), event("start"), stop(9, "complete")], 0, "verdict: clean; watching complete"),
+        # It was killed.
+        ([event("start")], 2, "a canary was there, and no step ran before it"),
+        (
+            [event("start"), event("watching", step=4, watching="complete")],
+            0,
+            "verdict: clean; watching complete, 0 of",
+        ),
+    ],
+)
+def test_a_canary_that_saw_no_step_says_nothing_of_the_program(
+    told: list[dict[str, Any]], code: int, said: str
+) -> None:
+    verdict = verdict_of(told, exit_code=0)
+    assert (verdict.code, said in str(verdict)) == (code, True), str(verdict)
+
+
 def test_canaries_of_several_processes_are_added_up() -> None:
     counts = {"violations": 0, "incidents": 0, "skipped": 1, "positions_relied_on": 10, "positions_verified": 9}
-    stop = event("stop", step=5, watching="partial", requests=[], **counts)
-    told = [event("start"), event("start"), event("watching", watching="complete"), stop]
+    ended = event("stop", step=5, watching="partial", requests=[], **counts)
+    told = [event("start"), event("start"), event("watching", step=1, watching="complete"), ended]
     verdict = verdict_of(told, exit_code=0)
     assert (verdict.canaries, verdict.unfinished, verdict.code) == (2, 1, 0)
     assert (verdict.summary.watching, verdict.summary.positions_verified, verdict.summary.skipped) == ("partial", 9, 1)
@@ -163,6 +195,6 @@ def test_canaries_of_several_processes_are_added_up() -> None:
     assert verdict.summary.requests == ("b",)
     # So had the first one, whose sum has what it told of.
     first = event("incident", held_back=0, sentence="incident 1: ...", requests=["a"])
-    told[-1] = stop | {"violations": 4, "incidents": 1, "requests": ["a"]}
+    told[-1] = ended | {"violations": 4, "incidents": 1, "requests": ["a"]}
     verdict = verdict_of([first, *told, found | {"pid": 2}, event("report", held_back=0, pid=2)], exit_code=137)
     assert (verdict.summary.incidents, verdict.summary.violations) == (1 + 3, 4 + 1)

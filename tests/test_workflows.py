@@ -18,7 +18,9 @@ from hypothesis.database import GitHubArtifactDatabase
 from kv_canary.cli import main
 from kv_canary.difftest.databases import open_database
 
-WORKFLOWS = sorted((Path(__file__).parents[1] / ".github/workflows").glob("*.yml"))
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
 # What GitHub puts in the place of the expressions that commands hold.
 EXPRESSIONS = {
     "github.run_number": "12",
@@ -190,3 +192,30 @@ def test_workflows_may_do_little_and_run_one_at_a_time(path: Path) -> None:
         assert "permissions" not in job
         for step in job["steps"]:
             assert re.fullmatch(r"actions/[a-z-]+@v\d+", step.get("uses", "actions/none@v1"))
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_a_form_for_issues_is_one_that_github_takes(path: Path) -> None:
+    form = yaml.safe_load(path.read_text())
+    assert set(form) == {"name", "description", "labels", "body"}
+    assert all(element["type"] in ("markdown", "input", "textarea", "dropdown") for element in form["body"])
+    asked = [element for element in form["body"] if element["type"] != "markdown"]
+    assert all(element["attributes"]["label"] for element in asked)
+    assert len({element["id"] for element in asked}) == len(asked)
+    assert all(element["attributes"]["options"] for element in asked if element["type"] == "dropdown")
+    # So that nobody sends an empty one.
+    assert any(element.get("validations", {}).get("required") for element in asked)
+
+
+@pytest.mark.parametrize("path", [*FORMS, ROOT / ".github/PULL_REQUEST_TEMPLATE.md"], ids=lambda path: path.stem)
+def test_templates_name_pages_commands_and_targets_that_are_there(path: Path) -> None:
+    text = path.read_text()
+    for page in re.findall(r"\b(?:docs/)?[\w-]+\.md\b", text):
+        assert (ROOT / page).is_file(), page
+    for name, options in re.findall(r"`kv-canary (\w+)([^`]*)`", text):
+        command = main.get_command(click.Context(main), name)
+        assert command is not None, name
+        known = {option for parameter in command.params for option in parameter.opts}
+        assert set(re.findall(r"--[\w-]+", options)) <= known
+    for target in re.findall(r"`make ([\w-]+)`", text):
+        assert f"\n{target}:" in (ROOT / "Makefile").read_text()

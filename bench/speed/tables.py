@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,11 @@ BEGIN, END = "<!-- kv-canary bench: begin -->", "<!-- kv-canary bench: end -->"
 WIDE = 120
 PAGE_WIDTH = 150
 IN_PAGES = "decode 256x4096, pages of 16"
+PEERS = {"sglang": "SGLang"}
+IN_ONE_THREAD = (
+    "SGLang takes a request's new tokens one after another, in one thread: its time grows with the most new tokens of "
+    "one request."
+)
 
 
 def show(result: Result, console: Console) -> None:
@@ -74,8 +79,8 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
         "ms": _ms(row[f"{prefix}ms"]),
         "p10-p90": f"{_ms(row[f'{prefix}p10_ms'])}-{_ms(row[f'{prefix}p90_ms'])}",
         "peer": _ms(row.get("peer_ms")),
-        "ratio": _times(row.get("ratio")),
-        "cold": _times(row.get("ratio_cold")),
+        "ratio": times(row.get("ratio")),
+        "cold": times(row.get("ratio_cold")),
         "launches": launches,
         "MB": f"{row['necessary_bytes'] / 1e6:.3g}",
         "of copy": _percent(row["share_necessary"]),
@@ -103,16 +108,47 @@ def headlines(result: Result) -> list[str]:
 def markdown(result: Result) -> str:
     """Return the cases as a Markdown table, with where they were measured below it."""
     beside = result["peer"] is not None
-    columns = {"ms": "ours, ms", "p10-p90": "p10-p90", "peer": "peer, ms", "ratio": "ratio", "launches": "launches"}
-    columns |= {"MB": "MB needed", "of copy": "of copy"}
+    columns = {"ms": "ours, ms", "p10-p90": "p10-p90", "peer": f"{peer_name(result)}, ms", "ratio": "ratio"}
+    columns |= {"launches": "launches", "MB": "MB needed", "of copy": "of copy"}
     if not beside:
         del columns["peer"], columns["ratio"]
     lines = ["| case | " + " | ".join(columns.values()) + " |", "|---" * (1 + len(columns)) + "|"]
-    for row in result["cases"]:
-        if row["group"] in ("cases", "traces"):
-            cells = _cells(row)
-            lines.append("| " + " | ".join([row["case"], *(cells[name] for name in columns)]) + " |")
-    return "\n".join([*lines, "", _where(result) + "."]) + "\n"
+    rows = [row for row in result["cases"] if row["group"] in ("cases", "traces")]
+    marked = [row["case"] for row in rows if row.get("ratio") is not None and in_one_thread(row)]
+    for row in rows:
+        cells = _cells(row)
+        if row["case"] in marked:
+            cells["ratio"] += r" \*"
+        lines.append("| " + " | ".join([row["case"], *(cells[name] for name in columns)]) + " |")
+    notes = ["", rf"\* {IN_ONE_THREAD}"] if marked else []
+    return "\n".join([*lines, *notes, "", _where(result) + "."]) + "\n"
+
+
+def peer_name(result: Result) -> str:
+    """Return the peer of a result as people call it, with its version; "" where it has none."""
+    peer = result["peer"]
+    if peer is None:
+        return ""
+    return f"{PEERS.get(peer['name'], peer['name'])} {peer['version']}".removesuffix(" unknown")
+
+
+def in_one_thread(row: Mapping[str, Any]) -> bool:
+    """Return whether a case gives some request more than one new token to chain, which one thread of the peer does."""
+    return row["does"] in ("step", "write") and row["new_tokens"] > row["requests"]
+
+
+def measured_by(result: Result, rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return the commits that rows of a result are of, with the days where they are known."""
+    # A row that has a commit of its own was measured on another day, which it need not know.
+    of = [row if "commit" in row else result for row in rows]
+    told = Counter((which["commit"], which.get("date")) for which in of)
+    words = [f"{commit}{f' measured {date}' if date else ''}" for commit, date in told]
+    if len(told) > 1:
+        words = [
+            f"{word} ({count} case{'' if count == 1 else 's'})"
+            for word, count in zip(words, told.values(), strict=True)
+        ]
+    return f"commit {', '.join(words)}"
 
 
 def place(page: Path, result: Result | None, plots: Mapping[str, str]) -> str:
@@ -139,18 +175,14 @@ def place(page: Path, result: Result | None, plots: Mapping[str, str]) -> str:
 
 def _where(result: Result) -> str:
     versions = ", ".join(f"{n} {v}" for n, v in result["versions"].items() if v is not None and n != "kv-canary")
-    commits = Counter(str(row.get("commit", result["commit"])) for row in result["cases"])
-    measured = result["commit"]
-    if len(commits) > 1:
-        measured = ", ".join(f"{commit} ({count} cases)" for commit, count in commits.items())
     words = [
-        f"{result['device']}, {versions}, commit {measured}",
+        f"{result['device']}, {versions}, {measured_by(result, result['cases'])}",
         f"backend {result['backend']}, {result['mode']}, shapes {result['shapes']}",
         f"medians of {result['rounds']} rounds",
-        f"copy {result['copy_tb_s']:.3g} TB/s, a launch of nothing {_ms(result['empty_ms'])} ms",
+        f"copy {result['copy_tb_s']:.3g} TB/s, an empty launch {_ms(result['empty_ms'])} ms",
     ]
     if result["peer"] is not None:
-        words.append(f"peer {result['peer']['name']} {result['peer']['version']}")
+        words.append(peer_name(result))
     return "; ".join(words)
 
 
@@ -158,7 +190,7 @@ def _ms(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}" if value < 1 else f"{value:.3g}"
 
 
-def _times(value: float | None) -> str:
+def times(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}x" if value < 100 else f"{value:.0f}x"
 
 

@@ -14,6 +14,7 @@ import click
 
 from kv_canary.difftest.options import commit_option, device_option, jobs_option, json_option, seed_option
 from kv_canary.difftest.options import progress as progress_bar
+from kv_canary.extras import install_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -104,7 +105,7 @@ def mutants(
         from kv_canary.difftest.mutation.overlay import is_runtime, runtime_files, source_files
         from kv_canary.difftest.mutation.run import run_mutants
     except ModuleNotFoundError as error:
-        raise click.UsageError(f"mutants need: pip install 'kv-canary[triton,difftest]' ({error})") from error
+        raise click.UsageError(f"mutants need: {install_command('triton', 'difftest')} ({error})") from error
     console = Console()
     try:
         every = [*source_files(), *runtime_files()]

@@ -19,6 +19,7 @@ import click
 from kv_canary.commands.facts import facts
 from kv_canary.difftest.options import commit_option, json_option, seed_option
 from kv_canary.difftest.options import progress as progress_bar
+from kv_canary.difftest.stress import causes
 
 HEALTHY = "healthy"
 # Leads the lives of one setting in a process of its own: given the setting, the names of faults, seeds and a queue for
@@ -33,50 +34,12 @@ class Named(Protocol):
     def name(self) -> str: ...
 
 
-# What an incident says where a copy has brought what it should not have; where no copy has come at all; where what
-# lies there has changed since; and where what was found is not the request's.
-CAME_WRONG = ("are not those that were to come there",)
-FROM_ELSEWHERE = ("is another's, or of other positions", "are not those that were to come there")
-NEVER_CAME = ("nothing ever wrote there", "is missing")
-CHANGED = ("changed after they were written", "changed with no record")
-WRONG_PREFIX = ("a stale or wrong prefix hit",)
-
-
-class Fault(Named, Protocol):
-    """A fault, with parts of causes: those that name what happened, and those that are true and not all of it."""
-
-    @property
-    def right(self) -> Sequence[str]: ...
-
-    @property
-    def half(self) -> Sequence[str]: ...
-
-
-def grade(fault: Fault, says: str) -> str:
-    """Return how right a cause is that a life with a fault has told: "right", "half" or "wrong"; "" where none was."""
-    if not says:
-        return ""
-    if any(part in says for part in fault.right):
-        return "right"
-    return "half" if any(part in says for part in fault.half) else "wrong"
-
-
 def look_of(report: Any) -> str:
     """Return which look has made a report: "backup", "host", "load" or "head"."""
     is_seal = any(reason.startswith("SEAL") for reason in report.reasons)
     if report.group.endswith("on the host"):
         return "host" if is_seal else "backup"
     return "load" if is_seal else "head"
-
-
-def last_incident(manager: Any) -> int:
-    """Return the number of a canary's last incident; 0 where there was none."""
-    return max((incident.number for incident in manager.incidents), default=0)
-
-
-def cause_behind(manager: Any, last: int) -> str:
-    """Return what the first incident behind one with a number says of its cause, "" where there is none."""
-    return next((incident.cause for incident in manager.incidents if incident.number > last), "")
 
 
 def campaign(
@@ -86,7 +49,7 @@ def campaign(
     names: Callable[[Any], Sequence[str]],
     seeds: Sequence[int],
     *,
-    faults: Sequence[Fault],
+    faults: Sequence[causes.Fault],
     tick: Callable[[str], None] = lambda what: None,
 ) -> list[dict[str, Any]]:
     """Live every fault with every seed in every setting; return a row for each fault and setting, JSON-ready.
@@ -123,9 +86,8 @@ def campaign(
     return [_row(f"{engine}, {setting}", fault, by_name.get(fault), found) for (setting, fault), found in lives.items()]
 
 
-def _row(engine: str, name: str, fault: Fault | None, lives: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _row(engine: str, name: str, fault: causes.Fault | None, lives: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     places = [life["where"] for life in lives if life["found"]]
-    grades = [] if fault is None else [grade(fault, life["says"]) for life in lives]
     return {
         "fault": name,
         "engine": engine,
@@ -137,7 +99,7 @@ def _row(engine: str, name: str, fault: Fault | None, lives: Sequence[Mapping[st
         "wrong_text": sum(life["wrong_text"] for life in lives),
         "came_back": min(life["came_back"] for life in lives),
         "says": sorted({re.sub(r"\d+", "N", life["says"]) for life in lives if life["says"]}),
-        "causes": {name: grades.count(name) for name in ("right", "half", "wrong")},
+        "causes": causes.graded(fault, [life["says"] for life in lives]),
     }
 
 
@@ -176,7 +138,7 @@ def run(
     engine: str,
     lead: Lead,
     settings: Sequence[Named],
-    faults: Sequence[Fault],
+    faults: Sequence[causes.Fault],
     *,
     belongs: Callable[[Any, Any], bool] = lambda setting, fault: True,
     lives: int,
@@ -227,8 +189,8 @@ def run(
     for row in rows:
         told = ", ".join(f"{place} {count}" for place, count in row["where"].items())
         shown = (row["fault"], row["engine"], row["runs"], row["found"], told, row["late_steps_max"])
-        causes = ", ".join(f"{grade} {count}" for grade, count in row["causes"].items() if count)
-        table.add_row(*map(str, (*shown, row["blamed_wrongly"], causes, row["wrong_text"])))
+        right = ", ".join(f"{grade} {count}" for grade, count in row["causes"].items() if count)
+        table.add_row(*map(str, (*shown, row["blamed_wrongly"], right, row["wrong_text"])))
     console.print(table)
     wrong = [f"{row['fault']}, {row['engine']}: {text}" for row in rows for text in objections(row)]
     for text in wrong:

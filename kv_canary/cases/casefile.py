@@ -23,6 +23,7 @@ from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.cases.container import read_container
 from kv_canary.cases.packing import pack, packed_bytes, unpack
 from kv_canary.errors import must_be, printable
+from kv_canary.private_file import new_file
 from kv_canary.specs import get_spec
 from kv_canary.specs.interface import KernelSpec, ScalarSpec, StructSpec, TensorSpec
 from kv_canary.specs.structures import KvSource
@@ -111,7 +112,7 @@ def versions() -> dict[str, str]:
 
 
 def save(file: CaseFile, path: Path) -> None:
-    """Write a case file, whole or not at all."""
+    """Write a case file, whole or not at all: it may hold what users have written, and is its owner's alone."""
     spec = get_spec(file.op)
     content = {
         "format": FORMAT,
@@ -122,10 +123,8 @@ def save(file: CaseFile, path: Path) -> None:
         "facts": dict(file.facts),
         "imports": list(file.imports),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    torch.save(content, unfinished)
-    unfinished.replace(path)
+    with new_file(path) as unfinished:
+        torch.save(content, unfinished)
 
 
 def load(path: Path, *, most_bytes: int = MOST_BYTES) -> CaseFile:

@@ -21,6 +21,7 @@ from kv_canary.config import CanaryConfig, other_parts
 from kv_canary.engines.sglang import hooks
 from kv_canary.engines.transformers_layouts import layout_class
 from kv_canary.engines.vllm import hooks as vllm_hooks
+from kv_canary.extras import install_command
 from kv_canary.perturb import PerturbConfig
 from kv_canary.reports.versions import installed, versions
 from kv_canary.runtime.cost import CanaryCost
@@ -150,7 +151,7 @@ def _backends() -> tuple[BackendCheck, ...]:
     """Try every backend on every kind of device that is here."""
     details = [("reference", "cpu", probe("reference", "cpu"))]
     if installed("triton") is None:
-        missing = "triton is not installed: pip install 'kv-canary[triton]'"
+        missing = f"triton is not installed: {install_command('triton')}"
         details += [(name, "cpu (interpreter)", missing) for name in ("triton", "shadow")]
     else:
         details += [
@@ -178,7 +179,7 @@ def _backend_problems(wanted: str, checks: tuple[BackendCheck, ...]) -> list[str
         return [f"backend {wanted}: it needs a GPU, or TRITON_INTERPRET=1 to run in Triton's interpreter"]
     failed = [c for c in checks if (c.name, c.device) == (wanted, device) and not c.works]
     if not failed and not any((c.name, c.device) == (wanted, device) for c in checks):
-        return [f"backend {wanted} on {device}: triton is not installed: pip install 'kv-canary[triton]'"]
+        return [f"backend {wanted} on {device}: triton is not installed: {install_command('triton')}"]
     return [f"backend {c.name} on {c.device}: {c.detail}" for c in failed]
 
 
@@ -243,11 +244,19 @@ def _covered(config: CanaryConfig) -> tuple[str, ...]:
         if config.stride
         else f"every 1 to {config.max_stride} steps, on a CPU every step"
     )
+    seals = {
+        None: "sealed on a GPU, at admission, at a request's end and by the scrub; by sample on a CPU",
+        "layer": "sealed by layer, at admission, at a request's end and by the scrub",
+        "model": "sealed, all layers together, at admission, at a request's end and by the scrub",
+        "off": "off: of damage to one layer the sample shows what falls into it",
+    }[config.seals]
     table = "by its size" if config.check_tokens is None else _on(config.check_tokens)
     return (
         f"cached positions of running requests: all on admission, then {turn}",
-        f"K and V bytes: {config.read_bytes} of each token's K and of its V, rotating over layers and bytes",
+        f"K and V bytes: {config.read_bytes} of each token's K and of its V, which ones goes by the position",
+        f"every byte of K and V: {seals} (seals)",
         f"bytes again after the forward: {_on(config.verify_bytes_at_tail)} (verify_bytes_at_tail)",
+        f"what the model hands over to be written: {_on(config.check_writes)} (check_writes)",
         f"reads of freed slots, two owners of a slot: {_on(config.track_lifetime)} (track_lifetime)",
         f"idle cached slots: {f'every {config.sweep_every} steps' if config.sweep_every else 'off'} (sweep_every)",
         f"freed slots until reuse: {_on(config.quarantine)} (quarantine)",

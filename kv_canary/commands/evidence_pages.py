@@ -137,6 +137,26 @@ def _cost(found: Results, _: Sequence[str]) -> str:
                 "-" if theirs is None else _ratio(theirs),
             ]
         )
+    # Of prefills, whose steps are long, it says less.
+    hosts = [key for key in ranked if key[2] != "prefill"]
+    key = max(hosts, key=lambda key: float(ratios[key]["host_us"]))
+    theirs = ratios.get((*key[:-1], "sgl"))
+    rows.append(
+        [
+            f"SGLang, {key[1].upper()}, {key[2]} {key[3]}, {key[0]}: the host's time of a step, us (worst row)",
+            f"{ratios[key]['host_us']:,.0f}",
+            "-" if theirs is None else f"{theirs['host_us']:,.0f}",
+        ]
+    )
+    batches = [(row["shape"], row["modes"]["budget"]["ratio"]) for row in load("h200_engine.json")["rows"]]
+    shape, ratio = min(batches, key=lambda batch: float(batch[1]["median"]))
+    rows.append(
+        [
+            f"transformers, 8B, decode {shape}, H200: throughput with / without (worst row)",
+            f"{ratio['median']:.3f} [{ratio['min']:.3f}, {ratio['max']:.3f}]",
+            "-",
+        ]
+    )
     steps = [c for c in load("h200_peer.json")["cases"] if c["group"] == "cases" and c["does"] == "step" and c["ratio"]]
     for what, case in (("best", max(steps, key=_speed)), ("worst", min(steps, key=_speed))):
         rows.append(
@@ -149,7 +169,7 @@ def _cost(found: Results, _: Sequence[str]) -> str:
     return "\n\n".join(
         [
             _table(["on a GPU", "kv-canary", "SGLang's own canary"], rows),
-            _source(found, *names, "h200_peer.json"),
+            _source(found, *names, "h200_engine.json", "h200_peer.json"),
         ]
     )
 
@@ -521,6 +541,18 @@ def _tiers(found: Results, _: Sequence[str]) -> str:
     return f"{_table(head, table)}\n\n{told}\n\n{_source(found, *files)}"
 
 
+def _causes(found: Results, kinds: Sequence[str]) -> str:
+    """Return how right the causes are that campaigns were told, a row for each."""
+    rows, names = [], [name for kind in kinds for name in KINDS[kind].files]
+    for name in names:
+        grades = Counter[str]()
+        for row in load(name):
+            grades.update(row.get("causes", {}))
+            grades.update(value for key, value in row.items() if key.endswith("_cause_is") and value)
+        rows.append([f"`{name}`", *(grades[grade] for grade in ("right", "half", "wrong"))])
+    return f"{_table(['campaign', 'right', 'half', 'wrong'], rows)}\n\n{_source(found, *names)}"
+
+
 def _adapters_host(found: Results, _: Sequence[str]) -> str:
     rows = [
         [
@@ -568,6 +600,7 @@ BLOCKS: dict[str, Callable[[Results, Sequence[str]], str]] = {
     "engines": _engines,
     "vllm": _vllm,
     "tiers": _tiers,
+    "causes": _causes,
     "adapters_host": _adapters_host,
     "all": _all,
     "modules": _modules,

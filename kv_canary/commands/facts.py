@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from kv_canary.reports.versions import installed
 
 
 def facts(device: torch.device | str, *, kind: str, commit: str | None = None) -> dict[str, Any]:
-    """Return device, versions, commit and digests of the sources, JSON-ready.
+    """Return device, versions, commit, date and digests of the sources, JSON-ready.
 
     Args:
         device: that was measured on.
@@ -31,6 +32,7 @@ def facts(device: torch.device | str, *, kind: str, commit: str | None = None) -
             **{package: installed(package) for package in ("torch", "triton", "transformers", "numpy")},
         },
         "commit": commit or commit_of_checkout(),
+        "date": datetime.now(UTC).date().isoformat(),
         "sources": digests(kind),
     }
 

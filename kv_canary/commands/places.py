@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from kv_canary.config import CanaryConfig
+from kv_canary.extras import install_command
 from kv_canary.observers.metrics_http import listen
 from kv_canary.observers.metrics_server import cannot_listen
 from kv_canary.reports.versions import installed
@@ -70,7 +71,7 @@ def _bundles(folder: Path) -> str:
 def _metrics(address: str, port: int) -> list[str]:
     problems = []
     if installed("prometheus-client") is None:
-        problems.append("metrics_port: prometheus-client is not installed: pip install 'kv-canary[metrics]'")
+        problems.append(f"metrics_port: prometheus-client is not installed: {install_command('metrics')}")
     try:
         listen(address, port).close()
     except OSError as error:

@@ -36,6 +36,10 @@ _NOBODY = (
     "kv_canary.install(model); an engine with a pool of its own: CanaryConfig.from_env()"
 )
 
+_NO_STEP = (
+    "a canary was there, and no step ran before it: see the program's own log for what the engine, or the canary, said"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -60,7 +64,12 @@ class Verdict:
         """The exit code that tells it: 1 found, 2 nothing was watched, else the program's own."""
         if not self.summary.is_clean:
             return 1
-        return self.exit_code or (0 if self.canaries else 2)
+        return self.exit_code or (0 if self.watched else 2)
+
+    @property
+    def watched(self) -> bool:
+        """Whether a canary has seen a step; of one that was killed, its events say so."""
+        return self.summary.steps > 0
 
     def __str__(self) -> str:
         lines = [f"kv-canary: verdict: {self.summary}"]
@@ -69,6 +78,8 @@ class Verdict:
             lines.append(f"kv-canary:   and {self.summary.incidents - _MOST_SHOWN} incidents more")
         if not self.canaries:
             lines.append(f"kv-canary: {_NOBODY}")
+        elif not self.watched:
+            lines.append(f"kv-canary: {_NO_STEP}")
         if self.unfinished:
             lines.append(
                 f"kv-canary: {self.unfinished} of {self.canaries} canaries did not come to an end: what their last "
@@ -110,7 +121,7 @@ def run(
     Exit codes:
       0    the program ended well, and nothing was found
       1    something was found
-      2    misuse; or the program ended well, and no canary was at work
+      2    misuse; or the program ended well, and no canary saw a step
       else the program's own
 
     \b
@@ -190,6 +201,9 @@ def verdict_of(told: Iterable[Mapping[str, Any]], *, exit_code: int) -> Verdict:
     # Of those that have ended; and, by process, what is found: at their ends, and while they ran.
     ends = Counter[str]()
     at_end, told_of = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
+    # By process: steps that those have seen at least which have not ended.
+    seen = dict[int, int]()
+    held = set[str]()
     incidents = list[str]()
     requests: dict[str, None] = {}
     for event in told:
@@ -204,21 +218,26 @@ def verdict_of(told: Iterable[Mapping[str, Any]], *, exit_code: int) -> Verdict:
             told_of[event["pid"], "violations"] += 1 + event["held_back"]
         elif kind == "watching":
             watching = max(watching, Watching(event["watching"]), key=list(Watching).index)
+            seen[event["pid"]] = event["step"]
         elif kind == "stop" and "watching" in event:
             ended += 1
+            seen.pop(event["pid"], None)
             ends.update({name: event[name] for name in _SUMS})
             at_end.update({(event["pid"], name): event[name] for name in _FOUND})
             requests |= dict.fromkeys(event["requests"])
             watching = max(watching, Watching(event["watching"]), key=list(Watching).index)
+            held |= {event.get("bytes_held", "")} - {""}
         elif kind == "stop":
             ended += 1
     # What a canary told of is in its sum too; of one that was killed there is no sum.
     found = at_end | told_of
     summary = CanarySummary(
         watching=watching,
-        steps=ends["step"],
+        steps=ends["step"] + sum(seen.values()),
         positions_relied_on=ends["positions_relied_on"],
         positions_verified=ends["positions_verified"],
+        # As `CanarySummary` adds up.
+        bytes_held=min(held, default=""),
         violations=sum(count for (_, what), count in found.items() if what == "violations"),
         incidents=sum(count for (_, what), count in found.items() if what == "incidents"),
         requests=tuple(requests)[:MOST_NAMES],

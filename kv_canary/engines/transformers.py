@@ -9,28 +9,33 @@ path through block tables, CPU offloading and prefix sharing are all served; `tr
 
 from __future__ import annotations
 
-import atexit
+import dataclasses
 import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import transformers
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from kv_canary.config import CanaryConfig
+from kv_canary.engines.ending import at_exit
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.transformers_layouts import Layout, layout_class
 from kv_canary.engines.transformers_session import Session
 from kv_canary.errors import must_be
 from kv_canary.identity import Identity
+from kv_canary.observers.events import expect_appendable
 from kv_canary.output import logger
 from kv_canary.reports import CanaryViolationError, Incident, ViolationReport
 from kv_canary.reports.incidents import MOST_REMEMBERED
 from kv_canary.runtime.guard import Guard
 from kv_canary.runtime.manager import CanaryManager
 from kv_canary.runtime.summary import CanarySummary, Watching, say_verdict
+
+if TYPE_CHECKING:
+    from kv_canary.observers.metrics_server import MetricsServer
 
 OnReport = Callable[[ViolationReport], None]
 
@@ -103,13 +108,16 @@ class TransformersCanary:
         self._said = self._told = False
         # What is left of caches that are gone.
         self._past = CanarySummary(watching=Watching.OFF)
+        # The port of metrics, which is held whether there is a cache or not.
+        self._server: MetricsServer | None = None
         self._past_reports: deque[ViolationReport] = deque(maxlen=1024)
         self._past_incidents: deque[Incident] = deque(maxlen=MOST_REMEMBERED)
         self._errors: deque[CanaryViolationError] = deque()
         if config.mode == "off":
             return
+        self._hold_outputs()
         # Not kept alive by that: who lets go of it has had its verdict, or wants none.
-        atexit.register(_say_at_exit, weakref.ref(self))
+        at_exit(self.say_verdict)
         try:
             if isinstance(target, ContinuousBatchingManager):
                 self._watch(target)
@@ -177,6 +185,9 @@ class TransformersCanary:
             watch.patches.undo_all()
         for session in list(self._sessions):
             self.close(session)
+        if self._server is not None:
+            self._server.release()
+            self._server = None
         self.say_verdict()
 
     def say_verdict(self) -> None:
@@ -187,16 +198,41 @@ class TransformersCanary:
 
     def attach(self, processor: Any) -> Session:
         """Watch a batch processor whose cache is empty; what fails leaves nothing behind."""
-        session = Session(
+        try:
+            session = self._session(processor, self._config)
+        except Exception as error:
+            quiet = dataclasses.replace(self._config, metrics_port=0, event_log=None)
+            if not self.guard.contains or quiet == self._config:
+                raise
+            # What cannot be told to others is said, and the cache is watched all the same.
+            self.guard.failed("transformers adapter: beginning the metrics or the event log", error)
+            session = self._session(processor, quiet)
+        self._sessions.append(session)
+        return session
+
+    def _session(self, processor: Any, config: CanaryConfig) -> Session:
+        return Session(
             processor,
             layout=layout_class(transformers.__version__),
-            config=self._config,
+            config=config,
             on_report=self._on_report,
             identity=self._identity,
             incident_numbers=self._numbers,
         )
-        self._sessions.append(session)
-        return session
+
+    def _hold_outputs(self) -> None:
+        """See that events can be written, and hold the port of metrics, before there is a cache to tell of.
+
+        Raises:
+            ModuleNotFoundError, ValueError: they cannot be had.
+        """
+        if self._config.event_log is not None:
+            expect_appendable(self._config.event_log)
+        if self._config.metrics_port:
+            # With what the metrics themselves ask for.
+            from kv_canary.observers.metrics import PrometheusMetrics
+
+            self._server = PrometheusMetrics.server(self._config.metrics_port, address=self._config.metrics_address)
 
     def close(self, session: Session) -> None:
         """Let go of a cache that the engine lets go of, and keep what was counted and reported."""
@@ -246,13 +282,6 @@ class TransformersCanary:
     def _watch(self, manager: Any) -> None:
         if not any(w.manager is manager for w in self._watches):
             self._watches.add(_Watch(self, manager))
-
-
-def _say_at_exit(canary: weakref.ref[TransformersCanary]) -> None:
-    """Say the verdict of a canary that nobody has uninstalled."""
-    alive = canary()
-    if alive is not None:
-        alive.say_verdict()
 
 
 class _Watch:

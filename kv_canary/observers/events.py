@@ -5,9 +5,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,7 @@ VERDICT = (
     "skipped",
     "positions_relied_on",
     "positions_verified",
+    "bytes_held",
 )
 
 
@@ -52,14 +54,32 @@ VERDICT = (
 _INCIDENT = ("number", "sentence", "cause", "reasons", "requests", "group", "positions", "slots")
 
 
+def expect_appendable(path: Path) -> None:
+    """See that a file can be appended to, and make it where it is not there.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> ValueError:
+    got = f"{path}: {error.strerror}"
+    return ValueError(must_be("CanaryConfig", "event_log", "a file that can be appended to", got))
+
+
 class EventLog(Observer):
     """Appends what happens to a file: `start`, `watching`, `incident`, `report`, `request_verified`, `ranks`,
     `overflow`, `missing`, `lost`, `stop`, which has the verdict.
 
     Every object has `time` (ISO 8601, UTC), `pid` and `event`; docs/metrics.md has the rest. Nothing is held open, so
-    that the file can be moved away at any time. Only its owner can read it: it names requests and holds their tokens. A
-    line that cannot be written whole is not written at all; how many were lost is said in the log, and in the file once
-    it can be written again. Lines are written by the canary's output thread.
+    that the file can be moved away at any time. Only its owner can read it, and a group where a file that is there
+    already lets one in: it names requests and holds their tokens. A line that cannot be written whole is not written at
+    all; how many were lost is said in the log, and in the file once it can be written again. Lines are written by the
+    canary's output thread.
 
     Args:
         path: of the file.
@@ -94,6 +114,10 @@ class EventLog(Observer):
         self._now, self._clock = now, clock
         # Used by the output thread alone: lines lost, and until when nothing is tried.
         self._lost, self._pauses_until = 0, 0.0
+        # Whether everyone can read the file, which could not be helped.
+        self._stays_open = False
+        # A process that is forked off has a copy of the canary, which it may close: nothing stops by that.
+        self._process = os.getpid()
         self._watching = Watching.OFF
         self._steps = self._violations = 0
         # What the last event tells of all.
@@ -102,9 +126,7 @@ class EventLog(Observer):
         try:
             self._append(self._line("start", {"version": __version__, "config": settings}))
         except OSError as error:
-            expected = "a file that can be appended to"
-            got = f"{path}: {error.strerror}"
-            raise ValueError(must_be("CanaryConfig", "event_log", expected, got)) from error
+            raise _unwritable(path, error) from error
 
     def on_incident(self, incident: Incident) -> None:
         held_back = self._incidents.admit("incident")
@@ -145,6 +167,8 @@ class EventLog(Observer):
         self._verdict = {"sentence": str(summary), **{name: summary.as_dict()[name] for name in VERDICT}}
 
     def close(self) -> None:
+        if os.getpid() != self._process:
+            return
         line = self._line("stop", {"step": self._steps, "violations": self._violations, **self._verdict})
         post(lambda: self._append_or_count(line, at_last=True))
 
@@ -186,13 +210,34 @@ class EventLog(Observer):
             OSError: it could not be written.
         """
         with _locked(self._path) as descriptor:
+            self._hide(descriptor)
             size = os.fstat(descriptor).st_size
             if not size or size + len(line) <= self._most_bytes:
                 _append_whole(descriptor, line, size)
                 return
             os.replace(self._path, f"{self._path}.1")
             with _locked(self._path) as fresh:
+                self._hide(fresh)
                 _append_whole(fresh, line, os.fstat(fresh).st_size)
+
+    def _hide(self, descriptor: int) -> None:
+        """Take a file that everyone can read or write from all but its owner; where that fails, say so once."""
+        if self._stays_open or not _is_open_to_all(descriptor):
+            return
+        with suppress(OSError):
+            os.fchmod(descriptor, 0o600)
+        self._stays_open = _is_open_to_all(descriptor)
+        if self._stays_open:
+            logger.warning(
+                "kv-canary: the event log %s can be read by everyone, and that could not be changed: it names requests "
+                "and holds their tokens, unless redact is on",
+                self._path,
+            )
+
+
+def _is_open_to_all(descriptor: int) -> bool:
+    mode = os.fstat(descriptor).st_mode
+    return stat.S_ISREG(mode) and bool(mode & stat.S_IRWXO)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kv_canary.constants import Status, Tag
 from kv_canary.errors import must_be
+from kv_canary.extras import install_command
 from kv_canary.observers.base import Observer, RequestVerdict, StepFacts
 from kv_canary.observers.metrics_server import ADDRESS, MetricsServer
 from kv_canary.observers.overflow import names_of
@@ -333,6 +334,16 @@ class PrometheusMetrics(Observer):
             self._close_server()
             raise
 
+    @staticmethod
+    def server(port: int, *, address: str = ADDRESS) -> MetricsServer:
+        """Return a server that holds a port for canaries that are to come, for whoever releases it.
+
+        Raises:
+            ModuleNotFoundError, ValueError: as of the metrics themselves.
+        """
+        _check_installed()
+        return MetricsServer.on(port, address=address)
+
     def on_forward(self, forward: WatchedForward, batch: ForwardBatch) -> None:
         with self._lock:
             # From 0 on: a counter that appears with its first count has no increase to see.
@@ -386,7 +397,6 @@ class _Board:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._serial = itertools.count()
         self._canaries: dict[PrometheusMetrics, dict[str, str]] = {}
 
     @classmethod
@@ -405,7 +415,9 @@ class _Board:
     def add(self, canary: PrometheusMetrics, labels: dict[str, str]) -> dict[str, str]:
         """Show a canary's metrics from now on, and return its labels."""
         with self._lock:
-            number = str(next(self._serial))
+            # One cache after another is one series, whose counters begin anew.
+            used = {there["canary"] for there in self._canaries.values()}
+            number = next(n for n in map(str, itertools.count()) if n not in used)
             labels = {"canary": number, **{name: str(value) for name, value in labels.items()}}
             if labels in self._canaries.values():
                 raise ValueError(must_be("PrometheusMetrics", "labels", "different for every canary", str(labels)))
@@ -461,7 +473,7 @@ def _check_installed() -> None:
         import prometheus_client  # noqa: F401
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            must_be("metrics", "prometheus-client", "installed: pip install 'kv-canary[metrics]'", "none")
+            must_be("metrics", "prometheus-client", f"installed: {install_command('metrics')}", "none")
         ) from error
 
 

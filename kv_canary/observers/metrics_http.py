@@ -180,9 +180,9 @@ class _Client:
             self.answer = self.answer[self.socket.send(self.answer) :]
         except (BlockingIOError, InterruptedError):
             return True
-        except Exception:
+        except Exception as error:
             # Whatever a client sends or breaks off is its own trouble.
-            logger.debug("kv-canary: metrics: a request was not answered", exc_info=True)
+            logger.debug("kv-canary: metrics: a request was not answered (%s)", type(error).__name__)
             return False
         return bool(self.answer)
 

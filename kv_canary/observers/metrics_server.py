@@ -36,7 +36,7 @@ class MetricsServer:
         self._http = HttpServer(_listen(address, port), prometheus_client.make_wsgi_app(registry))
 
     @classmethod
-    def on(cls, port: int, registry: CollectorRegistry | None, *, address: str = ADDRESS) -> MetricsServer:
+    def on(cls, port: int, registry: CollectorRegistry | None = None, *, address: str = ADDRESS) -> MetricsServer:
         """Return the server on a port, started if need be, with one more user.
 
         Args:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kv_canary.errors import must_be, printable
+from kv_canary.errors import must_be, printable, said_by
 from kv_canary.output import logger
 from kv_canary.ranks.group import RankGroup, gather
 
@@ -75,10 +75,11 @@ class Meeting:
         ranks: the group that may come apart.
         settings: what has to be the same on all ranks, by name.
         waits: whether the steps of a rank wait for the others, so that going on together cannot be tried at will.
+        redacts: whether the texts of what is raised are left out of the log.
     """
 
-    def __init__(self, ranks: RankGroup, settings: Mapping[str, int], *, waits: bool) -> None:
-        self._ranks, self._settings, self._waits = ranks, dict(settings), waits
+    def __init__(self, ranks: RankGroup, settings: Mapping[str, int], *, waits: bool, redacts: bool = False) -> None:
+        self._ranks, self._settings, self._waits, self._redacts = ranks, dict(settings), waits, redacts
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         # What the lock guards: when the last steps began, the number of the last one, and what the ranks agreed on.
@@ -146,7 +147,7 @@ class Meeting:
                 # So that no other waits for this one.
                 store.set("over", f"rank {self._ranks.rank}: {self._over}")
         except Exception as error:
-            self._give_up(f"{type(error).__name__}: {error}")
+            self._give_up(said_by(error, redacts=self._redacts))
 
     def _look(self, store: Store) -> None:
         """Come to meetings until the ranks agree, or this one gives it up."""
@@ -195,7 +196,7 @@ class Meeting:
             steps, margins, spreads = zip(*self._all(group, [self._step, *self._margins()]), strict=True)
         except RuntimeError as error:
             # Some rank died or stopped while they met.
-            logger.debug("kv-canary: ranks: a meeting came to nothing: %s", error)
+            logger.debug("kv-canary: ranks: a meeting came to nothing: %s", said_by(error, redacts=self._redacts))
             return False
         spread, margin = max(steps) - min(steps), max(margins)
         with self._lock:

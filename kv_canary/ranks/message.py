@@ -61,6 +61,7 @@ def pack(
     sentence: str,
     digest_step: int,
     digest: Digest | None,
+    redacts: bool,
 ) -> tuple[torch.Tensor, dict[int, str]]:
     """Return int64 [n] what this rank sends before step `number`, and the names of the digest's requests by their keys.
 
@@ -70,6 +71,7 @@ def pack(
         total, sentence: what it found.
         digest_step: the step that is compared; 0: none.
         digest: of that step; None where there is none.
+        redacts: whether the texts of what it raises are left out of the log.
     """
     words = torch.zeros(_HEADER + math.prod(shape), dtype=torch.int64)
     words[_NUMBER], words[_DIGEST_STEP], words[_TOTAL], words[_SEEN] = number, digest_step, total, seen
@@ -82,9 +84,14 @@ def pack(
             try:
                 names = digest.pack(words[_HEADER:].view(*shape))
                 words[_STATE] = State.NONE if digest.lines is None else State.COMPLETE
-            except Exception:
+            except Exception as error:
                 words[_HEADER:], words[_STATE] = 0, State.NONE
-                logger.exception("kv-canary: ranks: the digest of step %d was not packed", digest_step)
+                logger.failure(
+                    "kv-canary: ranks: the digest of step %d was not packed",
+                    digest_step,
+                    error=error,
+                    redacts=redacts,
+                )
     return words, names
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from kv_canary.errors import said_by
 from kv_canary.output import logger
 from kv_canary.ranks import message
 from kv_canary.ranks.compare import RankDifference, RankReport, compare
@@ -85,7 +86,7 @@ class RankWatch:
         ranks.claim()
         self._context, self._ranks, self._accounts = context, ranks, accounts
         self._every = context.config.digest_every
-        self._agrees = context.config.mode == "raise"
+        self._agrees, self._redacts = context.config.mode == "raise", context.config.redact
         self._gatherer = Gatherer(context)
         # What every exchange brings: the header, and the lines of a digest where there may be one.
         self._shape = self._gatherer.shape if self._every else (0, 0, 0)
@@ -118,7 +119,7 @@ class RankWatch:
             "the groups (their number)": self._gatherer.shape[0],
             "the groups (crc32 of their names)": zlib.crc32("\0".join(g.name for g in context.groups).encode()),
         }
-        self._meeting = Meeting(ranks, self._settings, waits=self._agrees)
+        self._meeting = Meeting(ranks, self._settings, waits=self._agrees, redacts=self._redacts)
         # At the end of the process too.
         weakref.finalize(self, self._meeting.end)
         self._meet()
@@ -136,10 +137,10 @@ class RankWatch:
         if not self.alone and self._every and self._context.step % self._every == 0:
             try:
                 self._gatherer.see(forward, batch)
-            except Exception:
+            except Exception as error:
                 # Said to the others as well: they wait for what this rank sends.
                 self._lost = True
-                logger.exception("kv-canary: ranks: the digest of step %d was not gathered", self._context.step)
+                self._say_not_gathered(self._context.step, error)
 
     def end_step(self, step: StepRecord) -> None:
         """Send off the step's digest to the host."""
@@ -151,12 +152,17 @@ class RankWatch:
         try:
             if not step.broken and not lost:
                 digest = self._gatherer.digest(step.number)
-        except Exception:
-            logger.exception("kv-canary: ranks: the digest of step %d was not gathered", step.number)
+        except Exception as error:
+            self._say_not_gathered(step.number, error)
         finally:
             self._gatherer.forget()
         digest.given_up = self._given_up
         self._digests.append(digest)
+
+    def _say_not_gathered(self, step: int, error: Exception) -> None:
+        logger.failure(
+            "kv-canary: ranks: the digest of step %d was not gathered", step, error=error, redacts=self._redacts
+        )
 
     def begin(self, number: int) -> None:
         """Take in what the other ranks have sent, and send what is due before step `number`.
@@ -203,7 +209,7 @@ class RankWatch:
             exchange = Exchange(self._ranks, words)
             over = exchange.wait(self._ranks.timeout)
         except Exception as error:
-            self._part(f"the first exchange failed ({error})")
+            self._part(f"the first exchange failed ({said_by(error, redacts=self._redacts)})")
             return
         if not over:
             self._part(f"not all ranks have made their managers within {self._ranks.timeout:g} seconds")
@@ -225,12 +231,13 @@ class RankWatch:
             sentence=self._sentence,
             digest_step=digest_step,
             digest=self._digests.popleft() if there else None,
+            redacts=self._redacts,
         )
         self._total, self._sentence = 0, ""
         try:
             exchange = Exchange(self._ranks, words)
         except Exception as error:
-            self._part(f"the exchange before step {number} could not begin ({error})")
+            self._part(f"the exchange before step {number} could not begin ({said_by(error, redacts=self._redacts)})")
             return
         self._under_way.append(_UnderWay(number=number, exchange=exchange, names=names))
 
@@ -248,7 +255,7 @@ class RankWatch:
                 if over:
                     self._read(first)
             except Exception as error:
-                self._part(f"the exchange before step {first.number} failed ({error})")
+                self._part(f"the exchange before step {first.number} failed ({said_by(error, redacts=self._redacts)})")
                 return
             if over:
                 self._under_way.popleft()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
-import tempfile
 import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kv_canary.errors import must_be
+from kv_canary.private_file import new_file
 from kv_canary.reports.from_json import from_plain
 from kv_canary.reports.incidents import Incident
 from kv_canary.reports.neighbourhood import Neighbourhood
@@ -94,17 +93,9 @@ class BundleFolder:
             OSError: it cannot be written; then nothing is left of it.
         """
         text = json.dumps(bundle.as_dict(), indent=1, default=str) + "\n"
-        self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"incident-{self._run}-{bundle.incident.number:04d}.json"
-        descriptor, temporary = tempfile.mkstemp(prefix=".incident-", suffix=".tmp", dir=self._folder)
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with new_file(path) as file:
+            file.write(text.encode())
         return path
 
 

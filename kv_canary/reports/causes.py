@@ -4,18 +4,56 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kv_canary.constants import BAD_SLOT, MASK64, Reason, Tag
+from kv_canary.constants import BAD_SLOT, CHAIN_MULTIPLIER, HEAD_OF_CHAIN, MASK64, Reason, Tag
 from kv_canary.errors import printable
 from kv_canary.hashing import mix
 from kv_canary.reports.clusters import BYTES, CONTENT, Member
+from kv_canary.reports.lost import Lost
 from kv_canary.reports.report import StoredRecord, ViolationReport
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.specs.structures import KvSource
 from kv_canary.specs.violation_row import ViolationRow
 
 _TAILS = (Tag.TAIL_FULL, Tag.TAIL_SWA)
+# Tokens over which a chain is followed back to where it may have been damaged; slots of an incident that are asked of.
+_MOST_TOKENS, _MOST_ASKED = 1024, 8
+_INVERSE = pow(CHAIN_MULTIPLIER, -1, 1 << 64)
+_BITS = frozenset(1 << n for n in range(64))
+# Plain numbers: a storm brings many reports.
+_K, _V, _TOKEN, _CHAIN, _PREFIX = (int(r) for r in (Reason.K, Reason.V, Reason.TOKEN, Reason.CHAIN, Reason.PREFIX))
+_FREED, _NEVER_WRITTEN, _CONTENT, _BYTES = int(Reason.FREED), int(Reason.NEVER_WRITTEN), int(CONTENT), int(BYTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What can be asked about a slot that something was found in; None: nobody can say.
+
+    Args:
+        wrote: (step, owner, position) -> whether a forward of that step wrote it.
+        came: (row) -> the step behind which what lies in its slot came from elsewhere.
+        freed: (step, owner) -> whether the owner freed any slot in that step.
+        whole: (step) -> whether it verified all that its requests had in the cache.
+        token: (row) -> the request's own token of its position, as the engine has it now.
+        lost: (row) -> the record that lay in its slot, where another lies by now, or none.
+    """
+
+    wrote: Callable[[int, int, int], bool | None] = lambda step, owner, position: None
+    came: Callable[[ViolationRow], int | None] = lambda row: None
+    freed: Callable[[int, int], bool | None] = lambda step, owner: None
+    whole: Callable[[int], bool | None] = lambda step: None
+    token: Callable[[ViolationRow], int | None] = lambda row: None
+    lost: Callable[[ViolationRow], Lost | None] = lambda row: None
+
+
+class EarlyFree(NamedTuple):
+    """Slots that were found to be freed while they were read: by whom (an owner), at which steps, in which incident."""
+
+    owner: int
+    steps: tuple[int, ...]
+    incident: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +64,16 @@ class Circumstances:
         group: where it happened.
         arrived: the first step of the request that reads; None if that is forgotten.
         overwritten: (step, incident) in which another request was seen to write to one of the slots.
-        wrote: (step, owner, position) -> whether a forward of that step wrote it; None if that is forgotten.
-        came: (row) -> the step behind which what lies in its slot came from elsewhere; None where that is not known.
+        freed: that the request was found to read the slots when they were freed, and not written yet.
+        facts: what else can be asked.
         name_of_owner: returns the request of an owner's number; None where that is forgotten.
     """
 
     group: BufferGroup
     arrived: int | None = None
     overwritten: tuple[int, int] | None = None
-    wrote: Callable[[int, int, int], bool | None] = lambda step, owner, position: None
-    came: Callable[[ViolationRow], int | None] = lambda row: None
+    freed: EarlyFree | None = None
+    facts: Facts = field(default_factory=Facts)
     name_of_owner: Callable[[int], str | None] = lambda owner: None
 
 
@@ -47,7 +85,7 @@ def cause_of_one(
     group: BufferGroup,
     *,
     is_write: bool,
-    wrote: bool | None = None,
+    facts: Facts,
 ) -> str:
     """Guess the cause of one violation from its reasons.
 
@@ -58,9 +96,11 @@ def cause_of_one(
         request_id: who reads or writes.
         group: where.
         is_write: whether a write has found it.
-        wrote: whether a forward wrote the record, or it was copied, loaded or taken in; None: nobody can say.
+        facts: what else can be asked.
     """
     position = row.position
+    if (own := _own_damage(reasons, row, facts)) is not None:
+        return own.cause
     if Reason.BATCH in reasons:
         if row.previous != row.row:
             return "the batch on the device is of other requests than that on the host: rows swapped, or stale"
@@ -89,6 +129,8 @@ def cause_of_one(
         if group.lut is not None:
             return "a live position maps to the padding slot: its window entry was evicted, or the LUT lost it"
         return "a live position maps to the padding slot: evicted, cleared or never mapped"
+    if (lost := _lost(reasons, [row], facts)) is not None:
+        return lost
     if Reason.NEVER_WRITTEN in reasons:
         return "mapped, but nothing ever wrote there: a missing copy or load, or a wrong table entry"
     if Reason.FREED in reasons:
@@ -97,9 +139,8 @@ def cause_of_one(
         return "use after free: the slot was freed while a request still reads it"
     if record is None:
         return "unknown"
-    damaged = _damaged_word(reasons, row)
-    if damaged is not None:
-        return f"the canary's own record is damaged, in one bit of its {damaged}: the KV is probably as it was"
+    # A record of a step of which no forward wrote it was copied, loaded or taken in.
+    wrote = facts.wrote(record.step, record.owner, record.position)
     if not reasons & CONTENT:
         if row.tag in _TAILS and not reasons & (Reason.K | Reason.V):
             return (
@@ -127,7 +168,7 @@ def cause_of_one(
     if Reason.TOKEN in reasons and wrote:
         return (
             f"the forward that wrote it at step {record.step} was given another token than the request's own: a wrong "
-            "input, or an old branch of the text"
+            f"input, or an old branch of the text{_or_our_table(row, facts)}"
         )
     if Reason.TOKEN in reasons:
         return "the slot holds another token of this position: an old branch of the text, or a wrong prefix"
@@ -158,47 +199,214 @@ def _came_otherwise(where: str, steps: Sequence[int], *, zeroed: bool) -> str:
     )
 
 
-def _damaged_word(reasons: Reason, row: ViolationRow) -> str | None:
-    """Return the word of a record that differs in one bit from what it should be, where the others bear out that one.
+def _or_our_table(row: ViolationRow, facts: Facts) -> str:
+    """Say what else may be wrong with a token that differs in one bit, where the request itself cannot be asked."""
+    is_one_bit = (row.identity ^ row.token) & 0xFFFFFFFF in _BITS
+    return ", or one bit of the canary's own table of tokens" if is_one_bit and facts.token(row) is None else ""
 
-    Another token, position or prefix, and other bytes, change a hash in every other bit.
+
+def _lost(reasons: Reason, rows: Sequence[ViolationRow], facts: Facts) -> str | None:
+    """Say that the canary's own records lay in slots and lie there no more; None where nothing bears that out.
+
+    Args:
+        reasons: that were found of all of these slots.
+        rows: the first of each slot.
+        facts: what else can be asked.
     """
-    identity, chain = row.identity & MASK64, row.chain & MASK64
-    observed, stored = row.observed_kv & MASK64, row.kv & MASK64
-    if reasons in (Reason.K, Reason.V) and (stored ^ observed).bit_count() == 1:
-        return "fingerprint"
-    # Which bytes are covered goes by the position.
-    if not row.expected_chain or Reason.CHAIN not in reasons or reasons & ~(CONTENT | BYTES):
+    number = int(reasons)
+    is_gone = number == _NEVER_WRITTEN
+    if not (is_gone or number == _FREED or (number & _CONTENT and not number & ~(_CONTENT | _BYTES))):
         return None
-    if reasons == Reason.CHAIN and (chain ^ (row.expected_chain & MASK64)).bit_count() == 1:
-        return "chain"
+    found = []
+    for row in rows[:: -(-len(rows) // _MOST_ASKED)]:
+        lost = facts.lost(row)
+        if lost is None:
+            return None
+        found.append(lost)
+    one = len(rows) == 1
+    what = "the canary's own record is" if one else f"the canary's own records of {len(rows)} slots are"
+    step = f"at step {_span([x.step for x in found])}"
+    if all(x.as_sealed for x in found):
+        return f"{what} {'gone' if is_gone else 'overwritten'}: the KV is as it was sealed {step}"
+    if any(x.as_sealed is not None for x in found):
+        both = "something has written over both"
+        return f"{what} {'gone' if is_gone else 'overwritten'}, and the KV is not as it was sealed {step}: {both}"
+    if is_gone:
+        return (
+            f"{what} gone, or a copy or load to where the table points now never came: a forward wrote "
+            f"what should be there {step}, as the records beside it bear out"
+        )
+    return (
+        f"{what} overwritten, by what is none: a forward wrote the right one {step}, as the records beside it bear "
+        "out; the KV is probably as it was"
+    )
+
+
+class Damage(NamedTuple):
+    """Damage to one of the canary's own words.
+
+    Args:
+        what: the word.
+        where: what of it.
+    """
+
+    what: str
+    where: str = "one bit"
+
+    @property
+    def cause(self) -> str:
+        return f"the canary's own {self.what} is damaged, in {self.where}: the KV is probably as it was"
+
+
+_RECORD, _TABLE, _START, _TAIL = "record", "table of tokens", "start of this row's chain", "tail of this row"
+
+
+def _own_damage(reasons: Reason, row: ViolationRow, facts: Facts, *, are_all: bool = False) -> Damage | None:
+    """Return which of the canary's own words is damaged, where others bear out what it should be.
+
+    Another token, position or prefix, and other bytes, change a hash in every other bit, and not in one alone.
+
+    Args:
+        reasons, row: what was found.
+        facts: what else can be asked.
+        are_all: whether nothing else was found of the slot in its step.
+    """
+    number = int(reasons)
+    if number == _FREED:
+        return _damaged_mark(row, facts)
+    if number in (_K, _V):
+        is_one_bit = (row.kv ^ row.observed_kv) & MASK64 in _BITS
+        return Damage(what=_RECORD, where="one bit of its fingerprint") if is_one_bit else None
+    if not row.expected_chain or not number & _CONTENT or number & ~(_CONTENT | _BYTES):
+        return None
+    if number == _TOKEN:
+        return _damaged_table(row, facts)
+    if number in (_PREFIX, _CHAIN, _PREFIX | _CHAIN):
+        is_sure = are_all and number != _PREFIX | _CHAIN and bool(facts.whole(row.step))
+        return _damaged_chain(row, is_alone=is_sure)
+    # Which bytes are covered goes by the position.
+    return _damaged_identity(row) if number & _CHAIN else None
+
+
+def _damaged_mark(row: ViolationRow, facts: Facts) -> Damage | None:
+    """Return the damage of a record that a forward wrote and nobody freed: whoever frees a slot is stamped on it."""
+    is_own = row.stored_position == row.position and not _was_freed_as_another(row)
+    step, owner = row.writer_step, row.writer_owner
+    if not is_own or not owner or not facts.wrote(step, owner, row.position) or facts.freed(step, owner) is not False:
+        return None
+    came = facts.came(row)
+    return None if came is not None and came >= step else Damage(what=_RECORD, where="the bit that marks freed slots")
+
+
+def _damaged_table(row: ViolationRow, facts: Facts) -> Damage | None:
+    """Return the damage of the table that says which token was expected, where the request says that of the record."""
+    stored = row.identity & 0xFFFFFFFF
+    is_one_bit = row.token >= 0 and (stored ^ row.token) in _BITS
+    return Damage(what=_TABLE) if is_one_bit and facts.token(row) == stored else None
+
+
+def _damaged_identity(row: ViolationRow) -> Damage | None:
+    """Return the damage of a token or position in a record, where its chain bears out the right one."""
+    identity = row.identity & MASK64
     token = row.token if row.token >= 0 else identity & 0xFFFFFFFF
     own = (row.position << 32 | (token & 0xFFFFFFFF)) & MASK64
+    apart = own ^ identity
+    if not apart or (apart >= 1 << 32 and apart not in _BITS):
+        return None
     # What the chain would be behind the same prefix, had the slot the identity that it should have.
-    without = (row.expected_chain - mix(identity)) & MASK64
-    if (own ^ identity).bit_count() == 1 and (without + mix(own)) & MASK64 == chain:
-        return "token" if (own ^ identity) < 1 << 32 else "position"
+    if (row.expected_chain - mix(identity) + mix(own)) & MASK64 != row.chain & MASK64:
+        return None
+    what = "token" if apart < 1 << 32 else "position"
+    return Damage(what=_RECORD, where=f"{'one bit of ' if apart in _BITS else ''}its {what}")
+
+
+def _damaged_chain(row: ViolationRow, *, is_alone: bool) -> Damage | None:
+    """Return the damage of a chain: of a record's, of the row's tail, or of what its chain starts from.
+
+    Args:
+        row: of CHAIN or PREFIX.
+        is_alone: whether that is all that was found, though all of the request was verified.
+    """
+    ago = _tokens_ago(row)
+    if ago is None:
+        return None
+    # A tail is the chain of a prefix, which goes on over the request's own tokens.
+    if row.reasons & _PREFIX:
+        return Damage(what=_TAIL if ago or is_alone else f"{_TAIL}, or the record's chain,")
+    if not ago:
+        return Damage(what=_RECORD, where="one bit of its chain")
+    if row.previous == HEAD_OF_CHAIN and ago == 1:
+        return Damage(what=_START)
+    return Damage(what=_TAIL if ago > 1 or is_alone else f"{_TAIL}, or the chain before it,")
+
+
+def _tokens_ago(row: ViolationRow) -> int | None:
+    """Return before how many tokens a chain differed from what was expected in one bit; None where it never did."""
+    chain, expected = row.chain & MASK64, row.expected_chain & MASK64
+    if chain ^ expected in _BITS:
+        return 0
+    own = mix(row.identity & MASK64)
+    if ((chain - own) * _INVERSE ^ (expected - own) * _INVERSE) & MASK64 in _BITS:
+        return 1
+    # Farther back it is known how much the two differed, which of one bit is a power of two.
+    apart = (chain - expected) * _INVERSE & MASK64
+    for ago in range(2, min(_MOST_TOKENS, row.position + 2)):
+        apart = apart * _INVERSE & MASK64
+        if apart in _BITS or MASK64 + 1 - apart in _BITS:
+            return ago
     return None
 
 
-def cause_of_many(members: Sequence[Member], first: ViolationReport, around: Circumstances) -> str:
+def damages_of(members: Sequence[Member], facts: Facts) -> list[Damage | None]:
+    """Return of each member of an incident the damage to the canary's own words that it is; None: it is none.
+
+    Where the first is none, the others are not looked at.
+    """
+    first = _own_damage(members[0].reasons, members[0].first, facts, are_all=True)
+    if first is None:
+        return [None] * len(members)
+    return [first, *(_own_damage(m.reasons, m.first, facts, are_all=True) for m in members[1:])]
+
+
+def _damage_of_all(found: Sequence[Damage]) -> str:
+    """Say that the canary's own words are damaged that stand for the slots of an incident."""
+    kinds, count = {damage.what for damage in found}, len(found)
+    # A tail goes on from there.
+    if count == 1 or kinds == {_START, _TAIL}:
+        return found[0].cause
+    each = ", in one bit each" if all(" bit" in damage.where for damage in found) else ""
+    if kinds == {_TABLE}:
+        return f"the canary's own table of tokens is damaged at {count} positions{each}: the KV is probably as it was"
+    what = "records of" if kinds == {_RECORD} else "words about"
+    return f"the canary's own {what} {count} slots are damaged{each}: the KV is probably as it was"
+
+
+def cause_of_many(
+    members: Sequence[Member], damages: Sequence[Damage | None], first: ViolationReport, around: Circumstances
+) -> str:
     """Guess the cause of an incident from its shape: how its slots lie in pages, who wrote them, and when.
 
     Args:
         members: what was found, less the entries that only follow a wrong one; in order of position.
-        first: the report of the first of them.
+        damages: theirs, of `damages_of`.
+        first: the report of the first that is none, or of the first of them.
         around: what else is known.
     """
+    if None not in damages:
+        return _damage_of_all([damage for damage in damages if damage is not None])
+    members = [m for m, damage in zip(members, damages, strict=True) if damage is None]
     reasons = functools.reduce(Reason.__or__, (m.reasons for m in members))
     pages = _Pages.of(members, around.group)
+    if (handed_on := _handed_on(members, first, around, pages)) is not None:
+        return handed_on
+    if (lost := _lost(reasons, [m.first for m in members], around.facts)) is not None:
+        return lost
     if Reason.PREFIX in reasons and members[0].position == 0 and len(members) > 1:
         last = members[-1].position
         return (
             f"the whole prefix, positions 0 to {last}, is not this request's own: a stale or wrong prefix hit, or a "
             "table row that names another request's blocks"
         )
-    if len(members) == 1 and _damaged_word(reasons, members[0].first) is not None:
-        return first.cause
     if (steps := _came_wrong(members, reasons, around)) is not None:
         return _wrong_copy(pages.text if pages.whole else _counted(members), steps, bytes_alone=not reasons & CONTENT)
     if Reason.FREED in reasons and len(members) > 1:
@@ -220,7 +428,7 @@ def _came_wrong(members: Sequence[Member], reasons: Reason, around: Circumstance
         return None
     steps = []
     for member in members:
-        came = around.came(member.first)
+        came = around.facts.came(member.first)
         # All bytes are looked at when they come: what is found later has changed since.
         if (
             came is None
@@ -272,6 +480,23 @@ def _name(owner: int, around: Circumstances) -> str:
     return f"request {printable(name)}" if name else f"owner {owner}" if owner else ""
 
 
+def _handed_on(members: Sequence[Member], first: ViolationReport, around: Circumstances, pages: _Pages) -> str | None:
+    """Say who freed slots that another request has written since; None where they were not found to be freed."""
+    record, freed = first.record, around.freed
+    if freed is None or record is None or not all(m.reasons & CONTENT for m in members):
+        return None
+    steps = [m.writer_step for m in members]
+    if record.request_id == first.request_id is not None or min(steps) < min(freed.steps):
+        return None
+    what, by = pages.text if pages.whole else _counted(members), _name(freed.owner, around)
+    takers = dict.fromkeys(_name(m.writer, around) or "somebody" for m in members)
+    return (
+        f"use after free: {what} freed{f' by {by}' if by else ''} at step {_span(freed.steps)} while a request still "
+        f"reads there (incident {freed.incident}), and handed on: {', '.join(takers)} has written there at step "
+        f"{_span(steps)}"
+    )
+
+
 def _content_cause(members: Sequence[Member], first: ViolationReport, around: Circumstances, pages: _Pages) -> str:
     """Guess why slots hold tokens, positions or chains that are not the request's."""
     record = first.record
@@ -314,7 +539,7 @@ def _bytes_cause(members: Sequence[Member], reasons: Reason, around: Circumstanc
     """Guess why the bytes of several slots are not those that were recorded."""
     group, where = around.group, pages.text if pages.whole else f"{len(members)} slots"
     zeroed = all(_zeroed_member(m, group) for m in members)
-    if all(around.wrote(m.writer_step, m.writer, m.stored_position) is False for m in members):
+    if all(around.facts.wrote(m.writer_step, m.writer, m.stored_position) is False for m in members):
         return _came_otherwise(where, [m.writer_step for m in members], zeroed=zeroed)
     if zeroed:
         return f"the bytes of {where} are all zero: they were zeroed after they were written"

@@ -9,7 +9,7 @@ from typing import Any
 from kv_canary.constants import MASK64, OWNER_BITS, OWNER_MASK, STEP_MASK, Reason, Tag
 from kv_canary.errors import printable
 from kv_canary.redact import Redactor
-from kv_canary.reports.causes import cause_of_one
+from kv_canary.reports.causes import Facts, cause_of_one
 from kv_canary.reports.report import StoredRecord, ViolationReport
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.specs.violation_row import ViolationRow
@@ -32,8 +32,7 @@ class Decoder:
         intact_at: (row) -> the last step of which it is known that the bytes of a slot that was found damaged were
             those that were sealed; None: nobody can say.
         readers_since: (row, step) -> the requests that have had its slot in their rows behind that step.
-        wrote: (step, owner, position) -> whether a forward of that step wrote it; None where that is forgotten.
-        came: (row) -> the step behind which what lies in its slot came from elsewhere; None where that is not known.
+        facts: what else causes are told from.
     """
 
     def __init__(
@@ -45,13 +44,12 @@ class Decoder:
         redactor: Redactor | None = None,
         intact_at: Callable[[ViolationRow], int] | None = None,
         readers_since: Callable[[ViolationRow, int], Sequence[str]] = lambda row, step: (),
-        wrote: Callable[[int, int, int], bool | None] = lambda step, owner, position: None,
-        came: Callable[[ViolationRow], int | None] = lambda row: None,
+        facts: Facts | None = None,
     ) -> None:
         self._groups = groups
         self._intact_at, self._readers_since = intact_at, readers_since
         self._name_of_row, self._name_of_owner = name_of_row, name_of_owner
-        self.redactor, self.wrote, self.came = redactor, wrote, came
+        self.redactor, self.facts = redactor, facts or Facts()
 
     def name_of_row(self, step: int, row: int) -> str | None:
         """Return how reports call the request that ran in a row at a step; None if that is forgotten."""
@@ -109,15 +107,9 @@ class Decoder:
             "intact_at": intact_at,
             "readers": tuple(readers),
             # It names no token, and what is damaged shows in the words as they are.
-            "cause": cause_of_one(
-                reasons, found, record, request_id, group, is_write=writing, wrote=self._was_written(record)
-            ),
+            "cause": cause_of_one(reasons, found, record, request_id, group, is_write=writing, facts=self.facts),
         }
         return ViolationReport(**report, sentence=_sentence(report, writing))
-
-    def _was_written(self, record: StoredRecord | None) -> bool | None:
-        """Whether a forward wrote a record, or it was copied, loaded or taken in; None: that is forgotten."""
-        return None if record is None else self.wrote(record.step, record.owner, record.position)
 
     def record(self, identity: int, chain: int, kv: int, writer: int) -> StoredRecord:
         """Return the record of these four words."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from kv_canary.constants import Reason, Tag
 from kv_canary.errors import printable
-from kv_canary.reports.causes import Circumstances, cause_of_many
+from kv_canary.reports.causes import Circumstances, EarlyFree, cause_of_many, damages_of
 from kv_canary.reports.clusters import CONTENT, Cluster, Kind, Member, clusters_of
 from kv_canary.reports.decode import NOBODY, Decoder, by_whom, details, is_nobodys, is_write, reason_names
 from kv_canary.reports.neighbourhood import Neighbourhood
@@ -101,6 +101,8 @@ class _Open:
     known_names: OrderedDict[str, None] = field(default_factory=OrderedDict)
     positions: set[int] = field(default_factory=set)
     slots: set[int] = field(default_factory=set)
+    # Of slots that were read when they were freed: by whom, and at which step.
+    frees: dict[int, tuple[int, int]] = field(default_factory=dict)
     followers: set[int] = field(default_factory=set)
     neighbourhood: Neighbourhood | None = None
 
@@ -237,6 +239,9 @@ class IncidentTracker:
                     places.add(m.position)
         if not follows and len(opened.slots) < MOST_PLACES:
             opened.slots.update(m.slot for m in cluster.members)
+            if cluster.kind[1] & Reason.FREED:
+                freed = (m for m in cluster.members if Reason.FREED in m.reasons)
+                opened.frees.update({m.slot: (m.writer, m.writer_step) for m in freed})
         for damage in (*damages, *(m.damage for m in cluster.followers)):
             self._damages[damage] = opened.number
             self._damages.move_to_end(damage)
@@ -248,7 +253,8 @@ class IncidentTracker:
         return opened, fresh
 
     def _begin(self, cluster: Cluster, step: int) -> _Open:
-        leading = cluster.members[0]
+        damages = damages_of(cluster.members, self._decoder.facts)
+        leading = cluster.members[damages.index(None) if None in damages else 0]
         first = self._decoder.decode(leading.first)
         slots = {m.slot for m in cluster.members}
         overwritten = next(
@@ -263,9 +269,9 @@ class IncidentTracker:
             group=self._decoder.group_of(leading.first),
             arrived=self._arrived(step, leading.row),
             overwritten=overwritten,
+            freed=self._freed_before(cluster, first.group, self._name(cluster.row, step)),
             name_of_owner=self._decoder.name_of_owner,
-            wrote=self._decoder.wrote,
-            came=self._decoder.came,
+            facts=self._decoder.facts,
         )
         self.count += 1
         number = next(self._numbers)
@@ -275,11 +281,22 @@ class IncidentTracker:
             leading=leading,
             group=first.group,
             first=first,
-            cause=cause_of_many(cluster.members, first, around),
+            cause=cause_of_many(cluster.members, damages, first, around),
             first_step=step,
             last_step=step,
         )
         return opened
+
+    def _freed_before(self, cluster: Cluster, group: str, name: str | None) -> EarlyFree | None:
+        """Return who freed the slots of a cluster, where the same request was found to read them behind that."""
+        slots = {m.slot for m in cluster.members}
+        for opened in reversed(self._open.values()):
+            if opened.group != group or not opened.frees or not opened.is_of(name) or not slots <= opened.slots:
+                continue
+            frees = [opened.frees[slot] for slot in slots if slot in opened.frees]
+            if frees:
+                return EarlyFree(owner=frees[0][0], steps=tuple(step for _, step in frees), incident=opened.number)
+        return None
 
     def _grown(self, cluster: Cluster, name: str | None, step: int) -> _Open | None:
         """Return the incident that the cluster is more of: the same request and kind, or a chain broken behind it.

@@ -105,7 +105,7 @@ class SlotReader:
         positions = list(range(first, end))
         before = zip(positions, slots[:-1], strict=True)
         previous = [HEAD_OF_CHAIN if p == 0 else UNCHECKED if p <= resident else s for p, s in before]
-        tokens = _tokens(request, first + group.token_offset, end + group.token_offset)
+        tokens = own_tokens(request, first + group.token_offset, end + group.token_offset)
         here = [i for i, p in enumerate(positions) if p >= resident]
         found = self._read(
             group.endpoint(tag, with_bytes=True),
@@ -221,7 +221,7 @@ def slots_of(group: BufferGroup, table: torch.Tensor, row: int, first: int, end:
     return [BAD_SLOT] * (max(first, 0) - first) + slots + [BAD_SLOT] * (end - max(first, 0) - len(slots))
 
 
-def _tokens(request: ForwardRequest, start: int, end: int) -> list[int]:
+def own_tokens(request: ForwardRequest, start: int, end: int) -> list[int]:
     """Return the request's own tokens, -1 for those that it does not know."""
     try:
         known = list(request.tokens(start, end))[: end - start]

@@ -103,7 +103,7 @@ def page(bundle: Bundle) -> str:
         moved = " The table has changed since the fault was found." if timeline.moved else ""
         drawing = layout(timeline, incident)
         parts += [
-            f"<h2>Who wrote the slots of {_text(whose)}, and when</h2>",
+            f"<h2>Who wrote or freed the slots of {_text(whose)}, and when</h2>",
             f'<p class="soft">As of step {timeline.as_of_step}, in {_text(timeline.group)}.{moved}',
             "Further up is later; a ring and a triangle mark what is wrong, an empty box a slot without a record.</p>",
             f'<div class="wide"><div class="picture">{_start(drawing, timeline, incident)}',
@@ -241,12 +241,16 @@ def _table(around: Neighbourhood, incident: Incident) -> str:
 
 def _tip(row: Neighbour) -> str:
     position, slot, token, _, _, by, step, verdict = cells(row)
-    held = f"token {token}, {by or 'writer unknown'}, step {step}" if token else "no record"
+    by = _writer(row) if row.retired else by or "writer unknown"
+    held = f"token {token}, {by}, step {step}" if token else "no record"
     return f"position {position}, slot {slot}: {held}; {verdict}"
 
 
 def _writer(row: Neighbour) -> str:
-    return row.writer or (f"owner {row.owner}" if row.owner else "unknown")
+    by = row.writer or (f"owner {row.owner}" if row.owner else "")
+    if row.retired:
+        return f"freed by {by}" if by else "freed"
+    return by or "unknown"
 
 
 def _capital(text: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from kv_canary.backends import select_backend
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import Tag
+from kv_canary.errors import short_name
 from kv_canary.output import logger, post
 from kv_canary.ratelimit import PER_MINUTE, RateLimit
 from kv_canary.reports.bundle import MOST_BUNDLES, MOST_ROWS, Bundle, BundleFolder, utc_now
@@ -38,6 +39,8 @@ GROUPED_ALWAYS = 16
 MOST_OPENED = 64
 # Seconds between two lines about the same incident.
 INTERVAL = 10.0
+
+_NOT_SAVED = "kv-canary: incident %d could not be saved; the canary goes on"
 
 
 class IncidentReporter:
@@ -101,9 +104,13 @@ class IncidentReporter:
         self.opened = []
         try:
             return self._take(rows, reports, total)
-        except Exception:
+        except Exception as error:
             if self._limit.admit("grouping") is not None:
-                logger.exception("kv-canary: grouping the reports failed; here they are one by one")
+                logger.failure(
+                    "kv-canary: grouping the reports failed; here they are one by one",
+                    error=error,
+                    redacts=self._config.redact,
+                )
             for report in reports:
                 self._log(report.sentence, partial(str, report.sentence))
             return ()
@@ -169,18 +176,23 @@ class IncidentReporter:
             if timeline is not None and self._decoder.redactor is not None:
                 timeline = self._decoder.redactor.neighbourhood(timeline)
             self._book.attach(number, _near(timeline, incident))
-        except Exception:
-            logger.exception("kv-canary: looking around incident %d failed; the canary goes on", number)
+        except Exception as error:
+            logger.failure(
+                "kv-canary: looking around incident %d failed; the canary goes on",
+                number,
+                error=error,
+                redacts=self._config.redact,
+            )
         if not saving or self._bundles is None:
             return
         bundles = self._bundles
         try:
             bundle = self._bundle(self._book.incident(number), rows, timeline)
-        except Exception:
-            logger.exception("kv-canary: incident %d could not be saved; the canary goes on", number)
+        except Exception as error:
+            logger.failure(_NOT_SAVED, number, error=error, redacts=self._config.redact)
             return
         bundles.reserve()
-        post(lambda: _save(bundles, bundle))
+        post(lambda: _save(bundles, bundle, redacts=self._config.redact))
 
     def _bundle(self, incident: Incident, rows: Sequence[ViolationRow], timeline: Neighbourhood | None) -> Bundle:
         redactor = self._decoder.redactor
@@ -226,7 +238,11 @@ class IncidentReporter:
         )
         here = next((r.slot for r in rows if r.position == first.position), first.slot)
         return Neighbourhood(
-            as_of_step=newest, request=request.request_id, group=group.name, moved=here != first.slot, rows=rows
+            as_of_step=newest,
+            request=short_name(request.request_id),
+            group=group.name,
+            moved=here != first.slot,
+            rows=rows,
         )
 
 
@@ -263,14 +279,14 @@ def most_telling(rows: Sequence[ViolationRow], count: int) -> Sequence[Violation
     return [rows[i] for i in sorted([*leading, *itertools.islice(rest, count - len(leading))])]
 
 
-def _save(bundles: BundleFolder, bundle: Bundle) -> None:
+def _save(bundles: BundleFolder, bundle: Bundle, *, redacts: bool) -> None:
     """Save a bundle and say where; what goes wrong is said and goes no further."""
     number = bundle.incident.number
     try:
         path = bundles.save(bundle)
-    except Exception:
+    except Exception as error:
         bundles.give_back()
-        logger.exception("kv-canary: incident %d could not be saved; the canary goes on", number)
+        logger.failure(_NOT_SAVED, number, error=error, redacts=redacts)
         return
     logger.warning("kv-canary: incident %d is saved: kv-canary report %s", number, path)
     if bundles.is_full:

@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import MASK64, OWNER_BITS, STEP_MASK, Reason, Status, Tag
+from kv_canary.errors import short_name
 from kv_canary.observers import HealthCheck, Observer, RequestVerdict, StepFacts
 from kv_canary.output import OUTPUT, logger
 from kv_canary.ranks import RankReport
 from kv_canary.redact import Redactor
 from kv_canary.reports import CanaryViolationError, Decoder, Incident, ViolationReport
+from kv_canary.reports.causes import Facts
 from kv_canary.reports.decode import SEALS, reason_names
+from kv_canary.reports.lost import LostRecords
+from kv_canary.reports.neighbourhood import own_tokens
 from kv_canary.reports.reporter import IncidentReporter, most_telling
 from kv_canary.runtime.arrivals import Arrivals
 from kv_canary.runtime.audits import Audits
 from kv_canary.runtime.batch import ForwardBatch, WatchedForward
 from kv_canary.runtime.cost import Costs
 from kv_canary.runtime.drain import Findings, StepWords
+from kv_canary.runtime.frees import Frees
 from kv_canary.runtime.guard import Guard
 from kv_canary.runtime.history import StepHistory, StepRecord
 from kv_canary.runtime.pools import BufferGroup
@@ -28,6 +33,8 @@ from kv_canary.runtime.rows import OwnerNames
 from kv_canary.runtime.seals import Scrub
 from kv_canary.runtime.summary import RECENT_STEPS, CanarySummary, Watching, WriteFacts
 from kv_canary.specs.violation_row import ViolationRow
+
+T = TypeVar("T")
 
 # Requests that a report names, of those that have had a damaged slot in their rows.
 _MOST_READERS = 8
@@ -45,6 +52,7 @@ class Accounts:
         costs: says what steps cost.
         scrub, audits: say what of the pools has been held against its seals.
         arrivals: say what has come from elsewhere.
+        frees: say who has freed slots, and when.
         rows: where owners come from, for their names; None if the engine has its own.
         on_report: called with every report that is written out.
         observers: told of every step and report.
@@ -61,6 +69,7 @@ class Accounts:
         scrub: Scrub,
         audits: Audits,
         arrivals: Arrivals,
+        frees: Frees,
         rows: OwnerNames | None,
         on_report: Callable[[ViolationReport], None] | None,
         observers: Sequence[Observer],
@@ -86,9 +95,16 @@ class Accounts:
             redactor=self.redactor,
             intact_at=self._intact_at,
             readers_since=self._readers_since,
-            wrote=self._steps.wrote,
-            came=self._came,
+            facts=Facts(
+                wrote=self._steps.wrote,
+                came=self._came,
+                freed=lambda step, owner: frees.any_by(owner, step),
+                whole=self._was_whole,
+                token=self._own_token,
+                lost=lambda row: self._held("looking for a record that is lost", self._lost.find, row),
+            ),
         )
+        self._lost = LostRecords(self._steps, group_of=self._decoder.group_of, came=self._came)
         self._desk = IncidentReporter(
             self._decoder, config=config, steps=self._steps, summary=self._summary_now, numbers=numbers
         )
@@ -166,9 +182,10 @@ class Accounts:
     def take_verdicts(self, verdicts: Sequence[RequestVerdict]) -> None:
         """Hand on what became of requests that have ended."""
         for verdict in verdicts:
-            shown = verdict
+            name: str | None = short_name(verdict.request_id)
             if self.redactor is not None:
-                shown = replace(verdict, request_id=self.redactor.name(verdict.request_id) or "")
+                name = self.redactor.name(name)
+            shown = verdict if name == verdict.request_id else replace(verdict, request_id=name or "")
             for observer in self.observers:
                 self._call(observer.on_request, shown)
 
@@ -192,9 +209,10 @@ class Accounts:
         for row in findings.rows:
             if row.reasons & SEALS:
                 # Of each when it is found, told or not.
-                self._intact_at(row)
+                self._held("asking since when a slot is damaged", self._intact_at, row)
         seen = dict.fromkeys((row.step, row.row) for row in findings.rows)
-        verdicts = {key: self._was_discarded(*key) for key in seen}
+        what = "asking whether a result was thrown away"
+        verdicts = {key: self._held(what, self._was_discarded, *key) for key in seen}
         rows = [row for row in findings.rows if not verdicts[row.step, row.row]]
         discarded = len(findings.rows) - len(rows)
         if discarded and not rows:
@@ -203,11 +221,8 @@ class Accounts:
         self._discarded += discarded
         total = findings.total - discarded
         self._violations += total
-        for (group, reasons), count in Counter((self._decoder.group_of(row).name, row.reasons) for row in rows).items():
-            for name in reason_names(reasons):
-                self._reasons[name] += count
-                self._found[group, name] += count
-        facts = [self._take_step(step) for step in findings.steps]
+        self._held("counting what was found by reason", self._count_reasons, rows)
+        facts = [self._held("counting a step", self._take_step, step) for step in findings.steps]
         reports: list[ViolationReport] = []
         incidents: tuple[Incident, ...] = ()
         if total:
@@ -229,6 +244,20 @@ class Accounts:
                 self._tell_step(step)
         if total and self._config.mode == "raise":
             raise CanaryViolationError(reports, total, incidents)
+
+    def _count_reasons(self, rows: Sequence[ViolationRow]) -> None:
+        for (group, reasons), count in Counter((self._decoder.group_of(row).name, row.reasons) for row in rows).items():
+            for name in reason_names(reasons):
+                self._reasons[name] += count
+                self._found[group, name] += count
+
+    def _held(self, what: str, part: Callable[..., T], *args: object) -> T | None:
+        """Return what a part gives; None where it fails, which loses none of what was found."""
+        try:
+            return part(*args)
+        except Exception as error:
+            self._guard.failed(what, error)
+            return None
 
     def summary(
         self,
@@ -257,6 +286,7 @@ class Accounts:
             steps=steps,
             positions_relied_on=self._relied_on,
             positions_verified=self._verified,
+            bytes_held="" if not steps else "by sample" if self._scrub.facts is None else "sealed",
             violations=self._violations,
             incidents=self._desk.count,
             requests=self._desk.befallen,
@@ -369,21 +399,36 @@ class Accounts:
         """Return the step behind which what lies in a slot came from elsewhere; None where that is not known."""
         return self._arrivals.step_of(self._decoder.group_of(row).pool, row)
 
+    def _was_whole(self, number: int) -> bool | None:
+        """Whether a step has verified all that its requests had in the cache; None: that is forgotten."""
+        step = self._steps.find(number)
+        return None if step is None else step.stride == 1 and not step.broken
+
+    def _own_token(self, row: ViolationRow) -> int | None:
+        """Return the own token of a violation's position, as its request has it now; None where it cannot say."""
+        request = self._steps.request(row.step, row.row) if row.row else None
+        if request is None:
+            return None
+        at = row.position + self._decoder.group_of(row).token_offset
+        (token,) = own_tokens(request, at, at + 1)
+        return int(token) if token >= 0 else None
+
     def _readers_since(self, row: ViolationRow, step: int) -> list[str]:
         """Return the requests that have had a slot in their rows behind a step, as far as that is remembered."""
         group = self._decoder.group_of(row)
-        return self._steps.readers(group, row.slot, after=step, most=_MOST_READERS)
+        return [short_name(name) for name in self._steps.readers(group, row.slot, after=step, most=_MOST_READERS)]
 
     def _name_of_row(self, step: int, row: int) -> str | None:
         request = self._steps.request(step, row)
-        return None if request is None else request.request_id
+        return None if request is None else short_name(request.request_id)
 
     def _name_of_owner(self, owner: int) -> str | None:
         if self._rows is not None:
-            return self._rows.name(owner)
+            name = self._rows.name(owner)
+            return None if name is None else short_name(name)
         # An engine with rows of its own: the requests of the steps that are remembered.
         request = self._steps.owned(owner)
-        return None if request is None else request.request_id
+        return None if request is None else short_name(request.request_id)
 
 
 def _missing(counters: Sequence[int], before: Sequence[int], wanted: Mapping[int, int]) -> dict[str, int]:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_canary.constants import OWNER_MASK
+from kv_canary.errors import must_be
 from kv_canary.output import logger
 
 Int64s = npt.NDArray[np.int64]
@@ -203,9 +204,7 @@ class BatchRequests(Sequence[ForwardRequest]):
             prefix=prefix,
             extend=extend,
             pending=pending if pending.any() else None,
-            table_rows=None
-            if all(r.table_row is None for r in requests)
-            else np.array([r.row_in_tables for r in requests], np.int64),
+            table_rows=None if all(r.table_row is None for r in requests) else _rows_in_tables(requests),
         )
 
     @property
@@ -311,10 +310,16 @@ def _name(source: RequestSource, member: Any, row: int) -> str:
     """Return how reports call a request; by its row where the engine cannot say, so that what was found is told."""
     try:
         return source.name(member)
-    except Exception:
+    except Exception as error:
         if type(source) not in _told:
             _told.add(type(source))
-            logger.exception("kv-canary: %s.name failed; reports call such a request by its row", type(source).__name__)
+            # Of no canary in particular: one of them may redact.
+            logger.failure(
+                "kv-canary: %s.name failed; reports call such a request by its row",
+                type(source).__name__,
+                error=error,
+                redacts=True,
+            )
         return f"row {row}"
 
 
@@ -340,7 +345,29 @@ _GIVEN = _Given()
 def _columns(requests: Iterable[ForwardRequest]) -> npt.NDArray[np.int64]:
     """Return int64 [6, requests]: rows, owners, prefixes, extends, pending, identities."""
     words = [(r.row, r.owner, r.prefix_len, r.extend_len, r.pending, _signed(r.identity)) for r in requests]
-    return np.array(words, dtype=np.int64).reshape(-1, 6).T.copy()
+    try:
+        return np.array(words, dtype=np.int64).reshape(-1, 6).T.copy()
+    except OverflowError:
+        _complain_of_words(requests)
+        raise
+
+
+def _complain_of_words(requests: Iterable[ForwardRequest]) -> None:
+    """Raise ValueError for a number of a request that 64 bits do not hold, if there is one."""
+    for request in requests:
+        for name in ("row", "owner", "prefix_len", "extend_len", "pending", "table_row"):
+            value = getattr(request, name)
+            if value is not None and not -(1 << 63) <= value < 1 << 63:
+                expected = "a number of 64 bits"
+                raise ValueError(must_be("forward", f"{name} of {request.request_id}", expected, str(value)))
+
+
+def _rows_in_tables(requests: Iterable[ForwardRequest]) -> Int64s:
+    try:
+        return np.array([r.row_in_tables for r in requests], np.int64)
+    except OverflowError:
+        _complain_of_words(requests)
+        raise
 
 
 def _signed(word: int) -> int:

@@ -15,6 +15,7 @@ from kv_canary.errors import must_be
 from kv_canary.runtime.arrivals import Arrivals
 from kv_canary.runtime.capacities import CanaryLaunchCapacities, CanaryLimits
 from kv_canary.runtime.device_state import CanaryDeviceState
+from kv_canary.runtime.frees import Frees
 from kv_canary.runtime.guard import Guard
 from kv_canary.runtime.oracle import TokenOracle
 from kv_canary.runtime.pools import BufferGroup, KvPool
@@ -51,7 +52,7 @@ class CanaryContext:
         self.groups = tuple(groups)
         # Where violations may be found, by the number that their rows have of it: the groups, and tiers of their pools.
         self.places: list[BufferGroup] = [*groups]
-        self.arrivals = Arrivals()
+        self.arrivals, self.frees = Arrivals(), Frees()
         self.pools: tuple[KvPool, ...] = tuple(dict.fromkeys(g.pool for g in groups))
         self.limits, self.config = limits, config
         self.guard = Guard(contains=config.mode != "raise", redacts=config.redact)
@@ -135,7 +136,7 @@ class CanaryContext:
     def new_replays(self) -> Replays:
         """Return what runs launches: on a GPU, with Triton, by graphs where they come again, unless that is off."""
         own_graphs = self.config.own_graphs and self.device.type == "cuda" and self.backend == "triton"
-        return Replays(capture_graph if own_graphs else None)
+        return Replays(capture_graph if own_graphs else None, redacts=self.config.redact)
 
     def _keeps_tokens(self) -> bool:
         if self.config.check_tokens is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -58,10 +58,11 @@ class Drain:
 
     Args:
         state: what to drain.
+        failed: told of what fails behind a read, so that what was read is not lost.
     """
 
-    def __init__(self, state: CanaryDeviceState) -> None:
-        self._state = state
+    def __init__(self, state: CanaryDeviceState, *, failed: Callable[[Exception], None] = lambda error: None) -> None:
+        self._state, self._failed = state, failed
         self._spare: list[Sheet] = []
         self._pending: deque[_Pending] = deque()
         self.counters = [0] * NUM_COUNTERS
@@ -140,7 +141,11 @@ class Drain:
         rows = [ViolationRow._make(words) for words in log.ring[: min(total, log.ring.shape[0])].tolist()]
         # Behind the read just made, on the same stream: nothing falls between.
         log.count.zero_()
-        self._drop_stale_counts()
+        try:
+            self._drop_stale_counts()
+        except Exception as error:
+            # The ring is read once more, for nothing.
+            self._failed(error)
         return Findings(total=total, rows=rows, steps=steps)
 
     def _drop_stale_counts(self) -> None:

@@ -699,8 +699,13 @@ class SingleForwardManager:
                 head=self._launch_head,
                 tail=self._launch_tail,
             )
-        except Exception:
-            logger.exception("kv-canary: forward %s: a graph could not be captured; steps go on without", self.name)
+        except Exception as error:
+            logger.failure(
+                "kv-canary: forward %s: a graph could not be captured; steps go on without",
+                self.name,
+                error=error,
+                redacts=self.context.config.redact,
+            )
             self._may_repeat = False
         finally:
             self._advance = None
@@ -848,6 +853,7 @@ class SingleForwardManager:
         if tokens > most[1]:
             raise ValueError(must_be(part, "requests", f"at most {most[1]} new tokens", str(tokens)))
         self._check_names(batch.out_slots, batch.tables)
+        self._check_longest(batch)
         if captured is not None:
             for name, layout in captured.tables.items():
                 if layout_of(batch.tables[name]) != layout:
@@ -871,6 +877,22 @@ class SingleForwardManager:
                 expected = f"of shape [{len(batch.requests)}] (the requests)"
                 raise ValueError(must_be(part, argument, expected, str(list(tensor.shape))))
         self._check_numbers(batch.arrays, captured)
+
+    def _check_longest(self, batch: ForwardBatch) -> None:
+        """Refuse a request that is longer than any table: its own tokens would be asked for first of all."""
+        requests = batch.arrays
+        if requests.longest <= self.context.limits.max_len:
+            return
+        widths = (batch.tables[x.group.name].shape[1] * x.group.page_size for x in self._launches)
+        room = max(self.context.limits.max_len, *widths)
+        if requests.longest > room:
+            request = requests[int(requests.prefix.argmax())]
+            expected = f"at most {room}, as many positions as a table has"
+            raise ValueError(
+                must_be(
+                    f"forward {self.name}", f"prefix_len of {request.request_id}", expected, str(request.prefix_len)
+                )
+            )
 
     def _complain_of_flat(self, batch: ForwardBatch, tokens: int) -> None:
         """Raise for the flat tensor that is not as it must be."""

@@ -65,12 +65,13 @@ class Guard:
         self.failures[kind] += 1
         if self.failures[kind] == 1:
             meaning = "; the engine goes on, and what was not recorded counts as unverified" if own else ""
-            logger.error(
+            logger.failure(
                 "kv-canary: %s failed (%s)%s. Further failures of this kind are counted, see summary().failures",
                 part,
                 type(error).__name__,
                 meaning,
-                exc_info=None if self._redacts else error,
+                error=error,
+                redacts=self._redacts,
             )
 
     def take_touched(self) -> bool:

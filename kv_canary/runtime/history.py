@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kv_canary.constants import OWNER_MASK
 from kv_canary.runtime.composition import BatchRequests, ForwardRequest
 from kv_canary.runtime.pools import BufferGroup
 
@@ -99,12 +100,12 @@ class StepHistory:
         step = self.find(number)
         if step is None or step.broken:
             return None
-        for forward in step.forwards:
-            its = (forward.owners == owner).nonzero()[0]
-            for i in its.tolist():
-                if 0 <= position - int(forward.prefix[i]) < int(forward.extend[i]):
-                    return True
-        return False
+        return _has_written(step, owner, position)
+
+    def written(self, owner: int, position: int) -> int | None:
+        """Return the latest step whose forwards wrote this position of the request with `owner`, if one is known."""
+        steps = (s.number for s in reversed(self._steps) if not s.broken and _has_written(s, owner, position))
+        return next(steps, None)
 
     def latest(self, number: int, row: int) -> tuple[StepRecord, ForwardRequest] | None:
         """Return the latest step with the request that ran in `row` at step `number`, and how it ran there.
@@ -155,6 +156,15 @@ class StepHistory:
             return None
         came = next((s.number for s in self._steps if (r := s.request(row)) and r.owner == then.owner), None)
         return came if came != self._steps[0].number or came == 1 else None
+
+
+def _has_written(step: StepRecord, owner: int, position: int) -> bool:
+    """Whether a forward of a step wrote a position of the request whose records are stamped with `owner`."""
+    for forward in step.forwards:
+        for i in (forward.owners & OWNER_MASK == owner & OWNER_MASK).nonzero()[0].tolist():
+            if 0 <= position - int(forward.prefix[i]) < int(forward.extend[i]):
+                return True
+    return False
 
 
 def _naming(group: BufferGroup, table: torch.Tensor, forward: BatchRequests, which: list[int], slot: int) -> list[int]:

@@ -107,6 +107,7 @@ class CanaryManager:
             scrub=scrub,
             audits=audits,
             arrivals=context.arrivals,
+            frees=context.frees,
             rows=rows,
             on_report=on_report,
             observers=[*(() if self.is_off else observers_of(self.config)), *observers],
@@ -312,6 +313,7 @@ class CanaryManager:
         if self.is_off or not self.config.track_lifetime or not len(slots):
             return
         with self.guard.contain("taking in what was freed") as part:
+            self.context.frees.note(self.step, owner)
             slots = slots.to(self.device)
             self._retirement.retire(pool, slots, owner=owner)
             self.unverified.freed(pool, slots)

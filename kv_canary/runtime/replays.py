@@ -45,10 +45,11 @@ class Replays:
 
     Args:
         capture: returns what replays a launch without calling it; see `capture_graph`. None: launches run as they are.
+        redacts: whether the texts of what it raises are left out of the log.
     """
 
-    def __init__(self, capture: Callable[[Launch], Launch] | None) -> None:
-        self._capture = capture
+    def __init__(self, capture: Callable[[Launch], Launch] | None, *, redacts: bool = False) -> None:
+        self._capture, self._redacts = capture, redacts
         self._graphs: dict[Hashable, Launch] = {}
         self._runs: OrderedDict[Hashable, int] = OrderedDict()
 
@@ -94,8 +95,12 @@ class Replays:
         if runs >= RUNS_BEFORE_CAPTURE and self._capture is not None and len(self._graphs) < MAX_GRAPHS:
             try:
                 self._graphs[key] = self._capture(launch)
-            except Exception:
-                logger.exception("kv-canary: a graph could not be captured; launches go on without")
+            except Exception as error:
+                logger.failure(
+                    "kv-canary: a graph could not be captured; launches go on without",
+                    error=error,
+                    redacts=self._redacts,
+                )
                 self._capture = None
             return
         self._runs[key] = runs

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import Protocol
 
 from kv_canary.constants import OWNER_MASK
-from kv_canary.errors import must_be
+from kv_canary.errors import must_be, short_name
 
 # Names of this many past requests are kept for the reports.
 REMEMBERED_OWNERS = 65536
@@ -41,7 +41,7 @@ class OwnerNumbers:
                 break
         self._in_use[low] = self._last
         self._names.pop(low, None)
-        self._names[low] = name
+        self._names[low] = short_name(name)
         if len(self._names) > REMEMBERED_OWNERS:
             self._names.popitem(last=False)
         return self._last

@@ -74,7 +74,9 @@ class Steps:
         self.context, self.budget, self.unverified = context, budget, unverified
         self.perturber, self.scrub, self.audits, self.handed = perturber, scrub, audits, handed
         self._accounts, self._costs, self._sweeper, self._ranks = accounts, costs, sweeper, ranks
-        self._drain = Drain(context.state)
+        self._drain = Drain(
+            context.state, failed=lambda error: context.guard.failed("emptying the ring of violations", error)
+        )
         self._times = context.device.type == "cuda"
         # What times the launches of the step under way; the timings that are under way, with the steps' entries; and
         # the host's time, as it was when the last step ended.

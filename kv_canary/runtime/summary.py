@@ -115,6 +115,8 @@ class CanarySummary:
         steps: steps begun.
         positions_relied_on: cached positions that forwards were about to read.
         positions_verified: those of them that were checked before.
+        bytes_held: how the bytes of these are held against what they were: "by sample", or "sealed", every one of
+            them; "" where that is not known.
         violations: found and reported, or counted where there were too many to report.
         incidents: causes that these were grouped by.
         requests: names of requests that read or wrote where they were found, the first `MOST_NAMES`.
@@ -140,6 +142,7 @@ class CanarySummary:
     steps: int = 0
     positions_relied_on: int = 0
     positions_verified: int = 0
+    bytes_held: str = ""
     violations: int = 0
     incidents: int = 0
     requests: tuple[str, ...] = ()
@@ -166,9 +169,10 @@ class CanarySummary:
 
     @property
     def verdict(self) -> str:
-        """What was found: "clean", or the incidents and the requests that they befell."""
+        """What was found: "clean", or the incidents and the requests that they befell; "no verdict" before any step."""
         if self.is_clean:
-            return "clean"
+            # Nothing that was not looked at is clean.
+            return "clean" if self.steps and self.watching is not Watching.OFF else "no verdict"
         names = ", ".join(self.requests[:_MOST_SHOWN])
         more = " and more" if len(self.requests) > _MOST_SHOWN else ""
         befell = f", requests {names}{more}" if names else ""
@@ -184,6 +188,8 @@ class CanarySummary:
                 f"watching {self.watching.value}, {self.positions_verified:,} of {self.positions_relied_on:,} cached "
                 f"positions verified in {_count(self.steps, 'step')}"
             )
+            if self.bytes_held:
+                seen += f", bytes {self.bytes_held}"
         troubles = [
             _count(count, what)
             for count, what in (
@@ -193,9 +199,7 @@ class CanarySummary:
             )
             if count
         ]
-        # Nothing that was not looked at is clean.
-        verdict = "no verdict" if self.is_clean and self.watching is Watching.OFF else self.verdict
-        return f"{verdict}; {seen}" + "".join(f", {trouble}" for trouble in troubles)
+        return f"{self.verdict}; {seen}" + "".join(f", {trouble}" for trouble in troubles)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the summary as JSON-ready values."""
@@ -210,6 +214,8 @@ class CanarySummary:
             sums[name] = dict(Counter(mine) + Counter(theirs)) if isinstance(mine, dict) else None
             if isinstance(mine, int):
                 sums[name] = mine + theirs
+        held = {summary.bytes_held for summary in (self, other)} - {""}
+        sums["bytes_held"] = min(held, default="")
         sums["watching"] = max(self.watching, other.watching, key=list(Watching).index)
         sums["requests"] = tuple(dict.fromkeys([*self.requests, *other.requests]))[:MOST_NAMES]
         # A stride is no count, and what was dropped is of the whole process.

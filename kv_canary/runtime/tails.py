@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kv_canary.constants import ANCHOR, MASK64, to_signed
+from kv_canary.errors import must_be
 from kv_canary.hashing import mix
 from kv_canary.runtime.composition import BatchRequests, Int64s
 
@@ -212,7 +213,7 @@ def segments_of(
     rest = (counts != 1 if newest is not None else counts >= 0).nonzero()[0]
     for n, i in zip(rest.tolist(), which[rest].tolist(), strict=True):
         first, last = int(firsts[n]), int(lasts[n])
-        flat[offsets[n] : offsets[n + 1]] = _own(requests, i, first, last)
+        flat[offsets[n] : offsets[n + 1]] = _words(requests, i, _own(requests, i, first, last))
     return flat, offsets, rows, starts
 
 
@@ -230,10 +231,24 @@ def flat_of(requests: BatchRequests, spans: Sequence[tuple[int, int, int]]) -> t
     """
     texts, offsets = [], [0]
     for i, first, last in spans:
-        texts.append(np.array(_own(requests, i, first, last), np.int64))
+        texts.append(_words(requests, i, _own(requests, i, first, last)))
         offsets.append(offsets[-1] + last - first)
     flat = texts[0] if len(texts) == 1 else np.concatenate([*texts, _NOTHING])
     return flat, np.array(offsets, np.int64)
+
+
+def _words(requests: BatchRequests, i: int, tokens: Sequence[int]) -> Int64s:
+    """Return own tokens of the i-th request as words.
+
+    Raises:
+        ValueError: one is none.
+    """
+    try:
+        return np.array(tokens, np.int64)
+    except OverflowError as error:
+        expected = "numbers of 64 bits"
+        got = str(max(tokens, key=abs))
+        raise ValueError(must_be("forward", f"tokens of {requests[i].request_id}", expected, got)) from error
 
 
 def _own(requests: BatchRequests, i: int, first: int, last: int) -> Sequence[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import json
 import re
@@ -32,7 +33,10 @@ def made_up(*, peer: bool = True) -> dict[str, Any]:
         row = {
             "case": case.name,
             "group": case.group,
+            "does": case.does,
+            "requests": len(case.requests),
             "cached_tokens": case.cached,
+            "new_tokens": case.new,
             "stride": case.stride,
             "pool_slots": 1000 * case.pool_times,
             "ours_ms": ms,
@@ -87,13 +91,16 @@ def test_the_page_shows_the_kept_result() -> None:
 
 def test_markdown_has_a_row_for_each_case() -> None:
     lines = tables.markdown(made_up()).splitlines()
-    assert lines[0] == "| case | ours, ms | p10-p90 | peer, ms | ratio | launches | MB needed | of copy |"
+    assert lines[0] == "| case | ours, ms | p10-p90 | SGLang 0.5.23, ms | ratio | launches | MB needed | of copy |"
     assert "| decode 256x4096 | 0.2500 | 0.2250-0.2750 | 1 | 4.0x | 5/11 | 1 | 25 % |" in lines
+    assert "| prefill 1x8192 | 0.8750 | 0.7875-0.9625 | 3.5 | 4.0x \\* | 5/11 | 1 | 25 % |" in lines
     assert len([line for line in lines if line.startswith("| ")]) == 1 + len(MAIN)
     assert {line.count("|") for line in lines if line.startswith("|")} == {9}
     assert "copy 4.25 TB/s" in lines[-1]
+    assert lines[-3] == f"\\* {tables.IN_ONE_THREAD}"
     alone = tables.markdown(made_up(peer=False))
-    assert "peer" not in alone
+    assert "SGLang" not in alone
+    assert "\\*" not in alone
 
 
 def test_the_share_in_pages_of_16_is_told() -> None:
@@ -122,16 +129,69 @@ def test_pictures_are_drawn_and_drawn_the_same_again(tmp_path: Path) -> None:
     assert [path.name for path in made] == list(plots.CAPTIONS)
     again = plots.draw(made_up(), tmp_path / "b")
     assert [p.read_bytes() for p in made] == [p.read_bytes() for p in again]
-    ratios = (tmp_path / "a" / "ratio-to-the-peer.svg").read_text()
+    ratios = (tmp_path / "a" / "ratio-to-sglang.svg").read_text()
     assert all(case.name in ratios for case in MAIN)
     # Nothing is painted behind: the page's own ground shows.
     assert "#ffffff" not in ratios
 
 
+def test_the_kept_pictures_are_those_of_the_kept_result(tmp_path: Path) -> None:
+    result = json.loads((RESULTS / "h200_peer.json").read_text())
+    told = "run `kv-canary bench --from bench/results/h200_peer.json --plots bench/results --page docs/performance.md`"
+    for name, words in drawn(result, tmp_path).items():
+        assert words == words_of(RESULTS / name), told
+        assert "NVIDIA H200; commit" in words
+    assert sorted(path.name for path in RESULTS.glob("*.svg")) == sorted(plots.CAPTIONS)
+
+
+def words_of(picture: Path) -> str:
+    return " ".join(html.unescape(text) for text in re.findall(r"<text[^>]*>([^<]*)", picture.read_text()))
+
+
+def drawn(result: dict[str, Any], folder: Path) -> dict[str, str]:
+    """The words of each picture that a result is drawn as, by its name."""
+    return {path.name: words_of(path) for path in plots.draw(result, folder)}
+
+
+def test_a_picture_says_what_was_measured_where_and_of_which_commit(tmp_path: Path) -> None:
+    for name, words in drawn(made_up(), tmp_path / "undated").items():
+        assert plots.CAPTIONS[name] in words
+        assert "CPU (none); commit 0123456789ab; CUDA graph; medians of 7." in words
+        assert "peer" not in words
+        if name in ("time-against-cached-tokens.svg", "ratio-to-sglang.svg"):
+            assert "SGLang 0.5.23" in words
+    dated = made_up() | {"date": "2026-05-04"}
+    dated["cases"][0] |= {"commit": "fedcba987654", "date": "2026-05-06"}
+    dated["cases"][1] |= {"commit": "older"}
+    words = drawn(dated, tmp_path / "dated")["ratio-to-sglang.svg"]
+    newest = f"0123456789ab measured 2026-05-04 ({len(MAIN) - 2} cases)"
+    assert f"commit fedcba987654 measured 2026-05-06 (1 case), older (1 case), {newest}" in words
+
+
+def test_what_is_far_beyond_the_others_is_told_and_not_drawn(tmp_path: Path) -> None:
+    result = made_up()
+    far = {"write 8192x2KiB, all bytes": 8015.0, "scatter 256x4096": 40.4, "prefill 1x8192": 905.0, "mixed": 43.0}
+    for row in result["cases"]:
+        row["ratio"] = row["ratio"] and far.get(row["case"], row["ratio"])
+    words = drawn(result, tmp_path)["ratio-to-sglang.svg"]
+    assert f"* {tables.IN_ONE_THREAD}" in words
+    told = "Too far out to be drawn: write 8192x2KiB, all bytes: 8015x *; scatter 256x4096: 40.4x."
+    before, found, after = words.partition(told)
+    assert found
+    # On the axis without them decoding is not squeezed; that with them is logarithmic, and has dots in place of bars.
+    assert "scatter" not in before + after
+    assert "905x" in before
+    assert re.findall(r"\b(?:10|100|1,000)(?= )", before) == ["10", "100", "1,000"]
+
+
 def test_only_what_the_result_has_is_drawn(tmp_path: Path) -> None:
     made = plots.draw(made_up(peer=False), tmp_path)
-    assert "ratio-to-the-peer.svg" not in [path.name for path in made]
+    assert "ratio-to-sglang.svg" not in [path.name for path in made]
     assert plots.draw(made_up() | {"cases": []}, tmp_path) == []
+    decodes = made_up()
+    decodes["cases"] = decodes["cases"][:6]
+    words = drawn(decodes, tmp_path / "decodes")["ratio-to-sglang.svg"]
+    assert "one thread" not in words
 
 
 def test_help_teaches_and_the_list_lists() -> None:
@@ -183,18 +243,21 @@ def test_a_kept_result_is_shown_drawn_and_put_into_a_page(kept: Path, tmp_path: 
 
 
 def test_further_results_add_the_cases_that_the_first_lacks(kept: Path, tmp_path: Path) -> None:
-    whole = made_up()
+    whole = made_up() | {"date": "2026-05-04"}
     part, rest, other = tmp_path / "part.json", tmp_path / "rest.json", tmp_path / "other.json"
     newer = [{**row, "ours_ms": 0.5} for row in whole["cases"][:2]]
     part.write_text(json.dumps(whole | {"commit": "newer", "cases": newer}))
-    rest.write_text(json.dumps(whole | {"commit": "older"}))
+    rest.write_text(json.dumps(whole | {"commit": "older", "date": "2026-05-03"}))
     other.write_text(json.dumps(whole | {"device": "another"}))
     done = command("--from", part, "--from", rest, "--json", tmp_path / "all.json")
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "all.json").read_text())
-    older = [{"commit": "older", **row} for row in whole["cases"][2:]]
+    older = [{"commit": "older", "date": "2026-05-03", **row} for row in whole["cases"][2:]]
     assert result == whole | {"commit": "newer", "cases": newer + older}
-    assert f"commit newer (2 cases), older ({len(older)} cases)" in tables.markdown(result)
+    assert (
+        f"commit newer measured 2026-05-04 (2 cases), older measured 2026-05-03 ({len(older)} cases)"
+        in tables.markdown(result)
+    )
     refused = command("--from", part, "--from", other)
     assert refused.exit_code == 2
     assert "device" in refused.output

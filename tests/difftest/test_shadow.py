@@ -85,7 +85,7 @@ def test_a_difference_is_logged_saved_and_replays(
     device: torch.device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = scatter_call(device)
-    with caplog.at_level(logging.ERROR, "kv_canary.shadow"):
+    with caplog.at_level(logging.ERROR, "kv_canary"):
         ops.scatter_token_ids(**call, backend="shadow")
     # What Triton wrote is what the engine gets.
     assert call["pool"][2].tolist()[:4] == [12, 14, 14, 15]
@@ -102,6 +102,42 @@ def test_a_difference_is_logged_saved_and_replays(
         check_case(get_spec(saved.op), saved.arguments, device=device)
     monkeypatch.undo()
     check_case(get_spec(saved.op), saved.arguments, device=device)
+
+
+@pytest.mark.usefixtures("_broken_scatter")
+def test_what_is_saved_is_its_owners_alone_and_whole(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "made" / "here"
+    shadow.configure(shadow.ShadowConfig(every=1, folder=folder))
+    before = os.umask(0o022)
+    try:
+        ops.scatter_token_ids(**scatter_call(device), backend="shadow")
+    finally:
+        os.umask(before)
+    (file,) = folder.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    ops.scatter_token_ids(**scatter_call(device), backend="shadow")
+    assert list(folder.iterdir()) == [file]
+
+
+def test_what_a_comparison_raises_is_said_without_its_text(
+    device: torch.device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(**_: object) -> None:
+        raise ValueError("token 774411")
+
+    monkeypatch.setitem(backends._implementations, ("scatter_token_ids", "reference"), breaks)
+    ops.scatter_token_ids(**scatter_call(device), backend="shadow")
+    assert "scatter_token_ids could not be compared" in caplog.text
+    assert "ValueError" in caplog.text
+    assert "774411" not in caplog.text
 
 
 @pytest.mark.usefixtures("_broken_scatter")

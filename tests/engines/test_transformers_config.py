@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 import kv_canary
 
@@ -114,7 +116,12 @@ def test_a_variable_that_is_no_setting_is_refused(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("settings", "error", "text"),
     [
-        ({"strides": 4}, TypeError, "options must be settings of CanaryConfig, got strides"),
+        ({"strides": 4}, TypeError, r"options must be settings of CanaryConfig, got strides \(did you mean stride\?\)"),
+        ({"on_reports": print}, TypeError, r"got on_reports \(did you mean on_report\?\)"),
+        ({"xyz": 1}, TypeError, "settings of CanaryConfig, got xyz$"),
+        ({"mode": "loud"}, ValueError, "mode must be one of log, raise, off, got 'loud'"),
+        ({"mode": "log", "config": kv_canary.CanaryConfig()}, TypeError, "options must be left out where a config is"),
+        ({"mode": kv_canary.CanaryConfig()}, TypeError, "got a CanaryConfig: give it as config=..."),
         ({"stride": 0}, ValueError, "stride must be at least 1, got 0"),
         ({"stride": "4"}, TypeError, "stride must be an int or None, got '4'"),
         ({"records": "two"}, ValueError, "records must be one of one, head_and_tail, got 'two'"),
@@ -126,6 +133,33 @@ def test_a_setting_that_cannot_be_is_refused(settings: dict[str, Any], error: ty
     with pytest.raises(error, match=text):
         kv_canary.install(model, **settings)
     assert "generate_batch" not in vars(model)
+
+
+def test_the_mode_may_stand_behind_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_CANARY_MODE", "log")
+    model = make_model("llama")
+    for arguments, mode in (((), "log"), ((None,), "log"), (("raise",), "raise")):
+        with kv_canary.install(model, *arguments) as canary, serve(model) as server:
+            server.run(Prompts().of_lengths(5), new_tokens=2)
+            assert canary.manager.config.mode == mode
+    with kv_canary.install(model, "off") as canary, serve(model) as server:
+        server.run(Prompts().of_lengths(5), new_tokens=2)
+        assert canary.summary().watching == "off"
+
+
+@pytest.mark.parametrize(
+    ("target", "got"),
+    [
+        (transformers.LlamaForCausalLM, "the class LlamaForCausalLM, not one of its objects"),
+        (None, "None"),
+        ("gpt2", "str"),
+        (torch.nn.Identity(), "torch.nn.modules.linear.Identity"),
+    ],
+)
+def test_a_target_that_is_none_is_told_by_what_it_is(target: Any, got: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        kv_canary.install(target, "log")
+    assert str(caught.value) == f"kv-canary: install: target must be an object of transformers, got {got}"
 
 
 def test_an_engine_that_installs_the_canary_itself_says_how() -> None:

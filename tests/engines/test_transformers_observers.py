@@ -73,5 +73,49 @@ def test_one_cache_after_another_on_one_port(tmp_path: Path) -> None:
             # The cache before is gone, and its metrics with it.
             assert text.count("\nkv_canary_steps_total{") == 1
             assert 'kv_canary_watching{canary="0",watching="complete"} 1.0' in text
+            # Between two caches the port answers, and is nobody else's.
+            assert "kv_canary_steps_total{" not in get(port)
+    finally:
+        canary.uninstall()
+    with pytest.raises(urllib.error.URLError):
+        get(port)
+
+
+def test_what_cannot_be_had_is_refused_when_it_is_installed(tmp_path: Path) -> None:
+    model = make_model("llama")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(ValueError, match=f"metrics_port must be a port that is free here.*{port}"):
+            kv_canary.install(model, config=kv_canary.CanaryConfig(backend="reference", metrics_port=port))
+    missing = tmp_path / "none" / "events.jsonl"
+    with pytest.raises(ValueError, match=r"event_log must be a file that can be appended to, got .*No such file"):
+        kv_canary.install(model, config=kv_canary.CanaryConfig(backend="reference", event_log=missing))
+    kept = tmp_path / "events.jsonl"
+    canary = kv_canary.install(model, config=kv_canary.CanaryConfig(backend="reference", event_log=kept))
+    assert (kept.read_text(), kept.stat().st_mode & 0o777) == ("", 0o600)
+    canary.uninstall()
+
+
+def test_a_cache_is_watched_though_nobody_can_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kv_canary.observers.events import EventLog
+
+    def full(*_: object, **__: object) -> None:
+        raise ValueError("No space left on device")
+
+    model = make_model("llama")
+    settings = {"backend": "reference", "event_log": tmp_path / "events.jsonl", "metrics_port": free_port()}
+    canary = kv_canary.install(model, config=kv_canary.CanaryConfig(**settings))
+    monkeypatch.setattr(EventLog, "_append", full)
+    canary.guard.contains = True
+    try:
+        with serve(model, warm_up=False) as server:
+            server.run(Prompts().of_lengths(20), new_tokens=3)
+        summary = canary.summary()
+        assert summary.positions_verified == summary.positions_relied_on > 20
+        assert list(canary.guard.failures) == [
+            "transformers adapter: beginning the metrics or the event log: ValueError"
+        ]
     finally:
         canary.uninstall()

@@ -105,6 +105,7 @@ def test_what_the_environment_may_not_say(name: str, text: str, says: str) -> No
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [
+        ({"mod": "log"}, TypeError, r"arguments must be settings of CanaryConfig, got mod \(did you mean mode\?\)$"),
         ({"mode": None}, ValueError, "mode must be one of log, raise, off, got None"),
         ({"records": "two"}, ValueError, "records must be one of one, head_and_tail, got 'two'"),
         ({"backend": "cuda"}, ValueError, "backend must be one of reference"),

@@ -229,6 +229,7 @@ def test_the_summary_is_ready_for_json() -> None:
         "steps": 2,
         "positions_relied_on": 6,
         "positions_verified": 6,
+        "bytes_held": "by sample",
         "violations": 1,
         "discarded": 0,
         "uncovered": 0,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kv_canary as kc
+from kv_canary.runtime.frees import Frees
 from kv_canary.runtime.history import REMEMBERED_STEPS, StepHistory, StepRecord
 
 
@@ -50,5 +51,28 @@ def test_what_no_forward_wrote_has_come_from_elsewhere() -> None:
     assert history.wrote(2, 7, 5)
     assert history.wrote(2, 9, 5) is False
     assert history.wrote(3, 7, 5) is None
+    assert [history.written(7, position) for position in (3, 4, 5)] == [None, 1, 2]
+    # Records hold the low bits of an owner.
+    assert (history.wrote(2, 7 + (1 << 24), 5), history.written(7 + (1 << 24), 5)) == (True, 2)
     history.append(StepRecord(number=3, broken=True))
     assert history.wrote(3, 7, 5) is None
+    # Again, in a later step.
+    history.append(StepRecord(number=4, forwards=[batch]))
+    assert history.written(7, 5) == 4
+
+
+def test_who_has_freed_slots_is_remembered_for_as_long_as_what_was_written() -> None:
+    frees = Frees()
+    for step in range(1, REMEMBERED_STEPS + 2):
+        frees.note(step, 100 + step)
+        frees.note(step, 3)
+        # Nobody in particular.
+        frees.note(step, 0)
+    assert [frees.any_by(owner, 5) for owner in (105, 3, 104, 0)] == [True, True, False, False]
+    assert frees.any_by(105 + (1 << 24), 5)
+    assert [frees.any_by(3, step) for step in (1, 2, REMEMBERED_STEPS + 1, REMEMBERED_STEPS + 2)] == [
+        False,
+        True,
+        True,
+        False,
+    ]

@@ -494,6 +494,62 @@ def test_a_page_that_is_freed_too_early_and_taken_slot_by_slot_is_one_incident(e
     )
 
 
+@pytest.mark.parametrize("owner", ["b", "a", ""])
+@pytest.mark.parametrize("reads", [1, 3])
+@pytest.mark.parametrize("first", [4, 0], ids=["a page", "the first page"])
+def test_a_page_that_is_freed_too_early_and_handed_on_whole_names_the_free(
+    engine: PagedEngine, first: int, reads: int, owner: str
+) -> None:
+    """What the newcomer has written is another incident, which says who had freed the page."""
+    a, b = engine.requests["a"], engine.requests["b"]
+    freed = engine.tables["full"][a.row, first : first + 4].clone()
+    number = engine.requests[owner].owner if owner else 0
+    engine.manager.retire(engine.groups[0].pool, freed.long(), owner=number)
+    for _ in range(reads):
+        read(engine)
+    engine.tables["full"][b.row, 8:12] = freed
+    engine.step((b, 4), map_new=False)
+    for _ in range(reads):
+        read(engine)
+    early, handed_on = incidents(engine)
+    assert early.cause.startswith(
+        f"use after free: 1 whole page freed{f' by request {owner}' if owner else ''} at step 2"
+    )
+    assert handed_on.positions == ((first, first + 3),)
+    assert handed_on.cause == (
+        f"use after free: 1 whole page freed{f' by request {owner}' if owner else ''} at step 2 while a request still "
+        f"reads there (incident 1), and handed on: request b has written there at step {3 + reads}"
+    )
+
+
+def test_whoever_names_a_page_wrongly_that_another_had_lost_is_told_by_itself(engine: PagedEngine) -> None:
+    a, b, c = engine.requests["a"], engine.requests["b"], engine.add("c", 40)
+    engine.step((c, 16))
+    table = engine.tables["full"]
+    freed = table[a.row, 4:8].clone()
+    engine.manager.retire(engine.groups[0].pool, freed.long(), owner=b.owner)
+    read(engine)
+    table[b.row, 8:12] = freed
+    engine.step((b, 4), map_new=False)
+    # It never read them as long as they were free.
+    table[c.row, 8:12] = freed
+    read(engine, "c")
+    assert [i.requests for i in incidents(engine)] == [("a",), ("c",)]
+    assert incidents(engine)[1].cause == "a page reused while in use: request b wrote 1 whole page at step 5"
+
+
+def test_what_was_written_before_a_page_was_freed_was_not_handed_on(engine: PagedEngine) -> None:
+    a, b = engine.requests["a"], engine.requests["b"]
+    table = engine.tables["full"]
+    mine, theirs = table[a.row, 4:8].clone(), table[b.row, 4:8].clone()
+    engine.manager.retire(engine.groups[0].pool, mine.long(), owner=a.owner)
+    read(engine)
+    # The table names another page by now, which was written before that.
+    table[a.row, 4:8] = theirs
+    read(engine)
+    assert "handed on:" not in incidents(engine)[1].cause
+
+
 def test_a_slot_that_somebody_wrote_before_another_was_freed_is_another_cause(engine: PagedEngine) -> None:
     a, b = engine.requests["a"], engine.requests["b"]
     # A stale entry, right beside a slot that is freed later.

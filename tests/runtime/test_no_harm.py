@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,8 +13,12 @@ import torch
 import kv_canary as kc
 from kv_canary import ops
 from kv_canary.observers import Observer
+from kv_canary.reports import Decoder, reporter
+from kv_canary.runtime import composition
+from kv_canary.runtime.accounts import Accounts
 from kv_canary.runtime.drain import Drain
 from kv_canary.runtime.guard import Guard
+from kv_canary.runtime.history import StepHistory
 from kv_canary.runtime.summary import RECENT_STEPS
 from kv_canary.runtime.unverified import Unverified
 
@@ -104,6 +108,41 @@ def test_what_was_found_is_not_lost_by_a_drain_that_fails(monkeypatch: pytest.Mo
     # The forward that did not begin, if there is one, has looked at nothing.
     summary = engine.manager.summary()
     assert summary.violations == 4 - summary.skipped
+    assert sum(summary.failures.values()) == 1
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        (StepHistory, "request"),
+        (Accounts, "_was_discarded"),
+        (Accounts, "_intact_at"),
+        (Accounts, "_take_step"),
+        (Accounts, "_count_reasons"),
+        (Drain, "_drop_stale_counts"),
+        (Decoder, "decode"),
+    ],
+    ids=lambda part: part[1],
+)
+def test_damage_of_one_step_is_counted_whatever_fails_behind_its_read(
+    monkeypatch: pytest.MonkeyPatch, part: tuple[Any, str]
+) -> None:
+    engine = contained(seals="layer")
+    a = engine.add("a", 60)
+    engine.step((a, 20))
+    engine.manager.flush()
+    flip(engine, "a", 3)
+    for owner, name in [part]:
+        monkeypatch.setattr(owner, name, strike(getattr(owner, name), at=1, behind=False))
+    engine.manager.scrub()
+    engine.step((a, 1))
+    # It is gone again before anybody looks once more.
+    flip(engine, "a", 3)
+    for _ in range(3):
+        engine.step((a, 1))
+    engine.manager.flush()
+    summary = engine.manager.summary()
+    assert summary.violations > 0
     assert sum(summary.failures.values()) == 1
 
 
@@ -358,6 +397,56 @@ def test_redaction_leaves_no_token_and_no_name(
     assert wrong.record.token != wrong.expected_token
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "says"),
+    [
+        (reporter.IncidentReporter, "_surroundings", "looking around incident 1 failed"),
+        (reporter.IncidentReporter, "_bundle", "incident 1 could not be saved"),
+        (reporter.BundleFolder, "save", "incident 1 could not be saved"),
+        (reporter.IncidentTracker, "take", "grouping the reports failed"),
+        (Drain, "push", "failed (ValueError)"),
+    ],
+)
+def test_redaction_leaves_no_text_of_an_exception_but_its_place(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Any, owner: type, name: str, says: str
+) -> None:
+    hidden = "somebody@example.org"
+
+    def breaks(*_: object, **__: object) -> None:
+        raise ValueError(f"request {hidden}")
+
+    for redacts in (True, False):
+        caplog.clear()
+        engine = contained(redact=redacts, bundles=tmp_path)
+        a = engine.add(hidden, 60)
+        engine.step((a, 20))
+        flip(engine, hidden, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, breaks)
+            engine.step((a, 1))
+            engine.manager.flush()
+            assert says in caplog.text
+        assert (hidden in caplog.text) is not redacts
+        # Where it was is no secret, but the line that stands there may be.
+        assert f'File "{__file__}", line ' in caplog.text
+        assert "in breaks" in caplog.text
+        assert ("raise ValueError" in caplog.text) is not redacts
+        assert "ValueError" in caplog.text
+
+
+def test_the_texts_of_what_an_engine_raises_for_a_name_are_always_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Who reads a composed batch is of no canary, and cannot ask whether one redacts."""
+
+    class Nameless:
+        def name(self, member: object) -> str:
+            raise KeyError("somebody@example.org")
+
+    assert composition._name(cast("composition.RequestSource", Nameless()), 1, 7) == "row 7"
+    assert "Nameless.name failed" in caplog.text
+    assert "KeyError" in caplog.text
+    assert "somebody" not in caplog.text
+
+
 def test_one_key_gives_the_same_names_everywhere_and_another_gives_others() -> None:
     from kv_canary.redact import Redactor
 
@@ -379,3 +468,59 @@ def test_a_part_that_is_entered_again_tells_of_its_last_time() -> None:
     assert guard.failures == {"a part: ValueError": 2}
     assert guard.depth == 0
     assert guard.spent > 0
+
+
+@pytest.mark.parametrize("mode", ["log", "raise"])
+def test_a_length_that_no_table_has_is_refused_before_any_token_is_asked_for(mode: str) -> None:
+    engine = contained(mode=mode)
+    a = engine.add("a", 40)
+    engine.step((a, 10))
+    asked: list[tuple[int, int]] = []
+
+    def tokens(start: int, end: int) -> range:
+        asked.append((start, end))
+        return range(start, end)
+
+    batch = engine.batch((a, 1))
+    [request] = batch.requests
+    wrong = dataclasses.replace(batch, requests=[dataclasses.replace(request, prefix_len=10**9, tokens=tokens)])
+    if mode == "raise":
+        with pytest.raises(ValueError, match=r"prefix_len of a must be at most .* as many positions as a table has"):
+            engine.manager.forward("target").begin(wrong)
+    else:
+        engine.run(wrong)
+        engine.manager.flush()
+        assert engine.manager.summary().skipped == 1
+        assert engine.manager.guard.failures == {"forward target: begin: ValueError": 1}
+    assert asked == []
+
+
+HUGE = 1 << 70
+
+
+@pytest.mark.parametrize("name", ["row", "owner", "prefix_len", "extend_len", "pending", "table_row"])
+def test_a_number_that_64_bits_do_not_hold_is_refused_with_its_request(name: str) -> None:
+    engine = full_engine(mode="raise")
+    a = engine.add("a", 40)
+    batch = engine.batch((a, 10))
+    [request] = batch.requests
+    with pytest.raises(ValueError, match=f"forward: {name} of a must be a number of 64 bits, got {HUGE}"):
+        engine.manager.forward("target").begin(
+            dataclasses.replace(batch, requests=[dataclasses.replace(request, **{name: HUGE})])
+        )
+
+
+@pytest.mark.parametrize("few", [8, 0])
+def test_a_token_that_64_bits_do_not_hold_is_refused_with_its_request(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However many requests there are.
+    monkeypatch.setattr("kv_canary.runtime.tails.FEW", few)
+    engine = full_engine(mode="raise")
+    requests = [engine.add(name, 40) for name in "ab"]
+    engine.step(*((r, 10) for r in requests))
+    batch = engine.batch(*((r, 1) for r in requests))
+    first, last = batch.requests
+    broken = dataclasses.replace(last, tokens=lambda start, end: [3] * (end - start - 1) + [HUGE])
+    with pytest.raises(ValueError, match=f"forward: tokens of b must be numbers of 64 bits, got {HUGE}"):
+        engine.manager.forward("target").begin(dataclasses.replace(batch, requests=[first, broken]))

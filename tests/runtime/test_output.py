@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +17,9 @@ from pathlib import Path
 
 import pytest
 
+import kv_canary as kc
 from kv_canary import output
+from kv_canary.observers.events import EventLog
 from kv_canary.output import BackgroundLogger, Output
 
 from .engine import Engine, full_engine
@@ -101,6 +107,58 @@ def test_the_event_log_is_its_owners_alone(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert (tmp_path / "events.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize(("mode", "then"), [(0o644, 0o600), (0o666, 0o600), (0o604, 0o600), (0o640, 0o640)])
+def test_an_event_log_that_was_there_is_open_to_its_owner_and_to_a_group_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, then: int, rotates: bool
+) -> None:
+    path = tmp_path / "events.jsonl"
+    if not rotates:
+        path.touch()
+        path.chmod(mode)
+    engine = damaged(event_log=path)
+    if rotates:
+        assert output.drain()
+        path.rename(tmp_path / "moved")
+        path.touch()
+        path.chmod(mode)
+    engine.step((engine.requests["a"], 1))
+    engine.manager.flush()
+    assert output.drain()
+    assert path.stat().st_mode & 0o777 == then
+    assert '"incident"' in path.read_text()
+    engine.manager.close()
+    assert "can be read by everyone" not in caplog.text
+
+
+def test_an_event_log_that_stays_open_to_everyone_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    path = tmp_path / "events.jsonl"
+    path.touch()
+    path.chmod(0o644)
+    engine = damaged(event_log=path)
+    engine.step((engine.requests["a"], 1))
+    engine.manager.close()
+    assert caplog.text.count("can be read by everyone") == 1
+    assert '"stop"' in path.read_text()
+
+
+def test_what_is_no_file_keeps_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    path.chmod(0o644)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with contextlib.suppress(ValueError):
+        EventLog(path, config=kc.CanaryConfig())
+    os.close(reader)
+    assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_a_handler_that_raises_reaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +253,50 @@ def test_a_forked_child_says_its_own_and_ends(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert (tmp_path / "child").read_text() == "said"
     assert output.drain()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_forked_child_ends_no_event_log_of_its_parents(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    engine = damaged(event_log=path)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        engine.manager.close()
+        os._exit(0 if output.drain(10) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert '"stop"' not in path.read_text()
+    engine.manager.close()
+    assert output.drain()
+    (stop,) = (line for line in path.read_text().splitlines() if '"stop"' in line)
+    assert json.loads(stop)["pid"] == os.getpid()
+
+
+FORKS = """
+import os, sys
+from kv_canary.engines.ending import at_exit
+
+class Canary:
+    def close(self):
+        print("closed", flush=True)
+
+kept, dropped = Canary(), Canary()
+at_exit(kept.close)
+at_exit(dropped.close)
+del dropped
+child = os.fork()
+if not child:
+    sys.exit(0)
+print("child", os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_what_is_for_the_end_of_a_process_is_not_for_that_of_a_forked_one() -> None:
+    command = [sys.executable, "-P", "-c", FORKS]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.split() == ["child", "0", "closed"]
 
 
 def test_waiting_for_less_than_a_second_is_waiting() -> None:

@@ -19,6 +19,7 @@ import kv_canary as kc
 from kv_canary.observers import Observer
 from kv_canary.ranks import watch
 from kv_canary.ranks.compare import Word
+from kv_canary.ranks.digest import Digest, Gatherer
 from kv_canary.ranks.group import Exchange as RealExchange
 from kv_canary.runtime.accounts import Accounts
 from kv_canary.runtime.budget import Budget
@@ -311,6 +312,33 @@ def test_a_request_that_cannot_say_whether_it_was_discarded_costs_one_digest(
     assert [engine.manager.ranks.compared for engine in engines] == [1, 1]
     assert [len(engine.manager.rank_reports) for engine in engines] == [0, 0]
     assert "the digest of step 4 was not packed" in caplog.text
+
+
+@pytest.mark.parametrize("redact", [True, False])
+def test_redaction_leaves_out_what_a_digest_or_an_exchange_raises(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, redact: bool
+) -> None:
+    def breaks(*_: object, **__: object) -> None:
+        raise ValueError("request somebody@example.org")
+
+    for owner, name, says in (
+        (Gatherer, "see", "was not gathered"),
+        (Gatherer, "digest", "was not gathered"),
+        (Digest, "pack", "was not packed"),
+        (watch, "compare", "failed (ValueError"),
+        (Exchange, "done", "failed (ValueError"),
+        (Exchange, "__init__", "could not begin (ValueError"),
+    ):
+        caplog.clear()
+        engines = rank_engines(monkeypatch, digest_every=1, redact=redact)
+        a = add(engines, "a", 60)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, breaks)
+            for _ in range(2 * watch.LAG):
+                for engine, request in zip(engines, a, strict=True):
+                    engine.step((request, 1))
+        assert says in caplog.text
+        assert ("somebody" in caplog.text) is not redact
 
 
 def test_a_difference_that_goes_on_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:

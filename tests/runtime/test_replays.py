@@ -88,19 +88,23 @@ def test_there_are_only_so_many_graphs_and_counts() -> None:
     assert captures.ran[-1] == "replay of 0"
 
 
-def test_a_capture_that_fails_is_said_once_and_everything_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("redacts", [False, True])
+def test_a_capture_that_fails_is_said_once_and_everything_goes_on(
+    caplog: pytest.LogCaptureFixture, redacts: bool
+) -> None:
     captures = Captures()
 
     def capture(launch: Launch) -> Launch:
         raise RuntimeError("no graphs today")
 
-    replays = Replays(capture)
+    replays = Replays(capture, redacts=redacts)
     with caplog.at_level(logging.ERROR, "kv_canary"):
         for _ in range(10):
             replays.run("a", captures.launch("a"))
             replays.run("b", captures.launch("b"))
     assert captures.ran == ["a", "b"] * 10
     assert caplog.text.count("could not be captured") == 1
+    assert ("no graphs today" in caplog.text) is not redacts
 
 
 def test_what_a_launch_raises_comes_through() -> None:

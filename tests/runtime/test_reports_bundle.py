@@ -350,6 +350,26 @@ def test_a_long_timeline_with_many_writers_still_fits(saved: list[Path]) -> None
     assert "others" in reader.text
 
 
+def test_what_was_freed_is_told_from_what_was_written(saved: list[Path]) -> None:
+    bundle = the(saved, "K")
+    assert bundle.timeline is not None
+    first = dataclasses.replace(bundle.timeline.rows[0], token=7, step=3)
+    whose = {
+        "a": dataclasses.replace(first, writer="a", retired=False),
+        "freed by a": dataclasses.replace(first, writer="a", retired=True),
+        "freed by owner 9": dataclasses.replace(first, writer=None, owner=9, retired=True),
+        "freed": dataclasses.replace(first, writer=None, owner=0, retired=True),
+        "unknown": dataclasses.replace(first, writer=None, owner=0, retired=False),
+    }
+    rows = tuple(dataclasses.replace(row, position=n) for n, row in enumerate(whose.values()))
+    timeline = dataclasses.replace(bundle.timeline, rows=rows)
+    assert layout(timeline, bundle.incident).writers == tuple(whose)
+    _, reader = read_page(dataclasses.replace(bundle, timeline=timeline))
+    assert "Who wrote or freed the slots" in reader.text
+    assert "token 7, freed by owner 9, step 3" in reader.text
+    assert "token 7, writer unknown, step 3" in reader.text
+
+
 def test_the_page_tells_the_cause_first_then_what_and_where_then_draws_and_lists(saved: list[Path]) -> None:
     for bundle in map(read_bundle, saved):
         text, reader = read_page(bundle)

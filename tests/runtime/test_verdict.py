@@ -19,7 +19,7 @@ def test_what_was_found_and_how_it_was_watched_are_two_things() -> None:
     engine.manager.flush()
     clean = engine.manager.summary()
     assert (clean.watching, clean.verdict, clean.is_clean) == ("complete", "clean", True)
-    assert str(clean) == "clean; watching complete, 6 of 6 cached positions verified in 2 steps"
+    assert str(clean) == "clean; watching complete, 6 of 6 cached positions verified in 2 steps, bytes by sample"
     flip(engine, "a", 2)
     engine.step((a, 1))
     engine.manager.flush()
@@ -81,3 +81,21 @@ def test_a_canary_that_is_off_says_nothing(caplog: pytest.LogCaptureFixture) -> 
     caplog.set_level("INFO")
     full_engine(mode="off").manager.close()
     assert not [r for r in caplog.records if "verdict" in r.message]
+
+
+def test_how_bytes_are_held_is_said_of_what_was_verified() -> None:
+    engine = full_engine(seals="layer")
+    a = engine.add("a", 20)
+    engine.step((a, 6))
+    engine.step((a, 1))
+    engine.manager.flush()
+    sealed = engine.manager.summary()
+    assert str(sealed).endswith("cached positions verified in 2 steps, bytes sealed")
+    sampled = kc.CanarySummary(watching=Watching.COMPLETE, steps=3, bytes_held="by sample")
+    nobody = kc.CanarySummary(watching=Watching.PARTIAL, failures={"x": 1})
+    # As well as the worse of them, as far as it is known.
+    assert [(sealed + other).bytes_held for other in (sealed, sampled, nobody)] == ["sealed", "by sample", "sealed"]
+    assert (nobody + nobody).bytes_held == ""
+    assert str(kc.CanarySummary(watching=Watching.COMPLETE)) == (
+        "no verdict; watching complete, 0 of 0 cached positions verified in 0 steps"
+    )

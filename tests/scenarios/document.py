@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from kv_canary import Reason
+from kv_canary.commands.evidence_pages import fill
 
 from .catalog import CLASSES, SCENARIOS, FaultClass
 from .causes import CAUSES
@@ -29,6 +30,19 @@ for some tokens, and "not visible" one where it never comes.
 kernels read ([difftest/simulator](../difftest/simulator/engine.py), `tests/scenarios/served.py`), two layers of 32
 bytes a token, 16 of them fingerprinted. Where a bug is marked "kind", its mechanism was rebuilt in another place than
 where it was found.
+
+Not found: bits that change in the word of the canary's own record that says who wrote a slot, and at which step.
+Nothing bears that word out. A report of the slot then names another request or step, and to a seal the slot looks
+written anew since, so that its bytes are not held against it any more. The other words of a record are held against
+each other and against the request.
+"""
+
+CAMPAIGNS = """
+The first incident of each life of the campaigns on real engines, judged likewise, fault by fault
+(`difftest/stress/causes.py`); a campaign in which one is wrong fails:
+
+<!-- kv-canary evidence causes tiers vllm_tiers sglang_detection vllm_detection: begin -->
+<!-- kv-canary evidence: end -->
 """
 
 COLUMNS = (
@@ -38,7 +52,7 @@ COLUMNS = (
 
 def document() -> str:
     """Return the page."""
-    return HEAD + _causes() + "".join(_section(c) for c in CLASSES)
+    return fill(HEAD + _causes() + "".join(_section(c) for c in CLASSES))
 
 
 def _causes() -> str:
@@ -53,9 +67,8 @@ def _causes() -> str:
         f"| {grades['right']} | {grades['half']} | {grades['wrong']} |\n\n"
         "| half right | what is said | what it lacks |\n|---|---|---|\n"
     )
-    return text + "".join(
-        f"| `{s.name}` | {cause} | {j.lacks} |\n" for s, cause, j in seen if j is not None and j.lacks
-    )
+    text += "".join(f"| `{s.name}` | {cause} | {j.lacks} |\n" for s, cause, j in seen if j is not None and j.lacks)
+    return text + CAMPAIGNS
 
 
 def _section(fault_class: FaultClass) -> str:

@@ -251,3 +251,22 @@ def test_what_the_scheduler_cannot_tell_is_taken_in_anew_and_reported_by_nobody(
     assert engine.session.manager.guard.failures
     assert len(engine.session.manager.incidents) == 0
     assert len(next(tokens for name, tokens in engine.outputs.items() if name.startswith("second"))) == 6
+
+
+def test_what_a_scheduler_raises_is_said_by_kind_and_place_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process has no canary that could say whether texts are to be left out."""
+    from kv_canary.engines.vllm import told
+
+    class Scheduler:
+        @property
+        def connector(self) -> None:
+            raise ValueError("request somebody@example.org")
+
+    monkeypatch.setattr(told, "_failed", set())
+    told.follow(Scheduler())
+    assert "what a connector brings could not be followed" in caplog.text
+    assert f'File "{__file__}", line ' in caplog.text
+    assert "ValueError" in caplog.text
+    assert "somebody" not in caplog.text

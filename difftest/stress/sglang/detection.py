@@ -20,6 +20,7 @@ from kv_canary.commands.evidence_pages import fill
 from kv_canary.commands.facts import facts
 from kv_canary.difftest.options import commit_option, json_option
 from kv_canary.difftest.options import progress as progress_bar
+from kv_canary.difftest.stress import causes
 from kv_canary.difftest.stress.sglang.engine import BYTES_PER_TOKEN, LAYERS
 from kv_canary.difftest.stress.sglang.faults import FAULTS, HEALTHY, Fault
 from kv_canary.difftest.stress.sglang.lives import COLUMNS, NONE, Column, Seen, Task, run
@@ -86,6 +87,8 @@ def objections(row: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: false alarm: {row[f'{name}_report']}"
         if row[f"{name}_covered"] and not row[name]:
             yield f"{name}: not found"
+        if row[f"{name}_cause_is"] == "wrong":
+            yield f"{name}: told a wrong cause: {row[f'{name}_cause']}"
         if row["place"] == "healthy" and row[f"{name}_output_changed"]:
             yield f"{name}: the canary changed what was generated"
 
@@ -121,6 +124,8 @@ def _row(
         row[f"{name}_error"] = one.error
         if column.read_bytes is not None:
             row[f"{name}_covered"] = _covered(fault, faulty, column)
+            row[f"{name}_cause"] = one.cause
+            row[f"{name}_cause_is"] = causes.grade(fault.right, fault.half_right, one.cause)
             row[f"{name}_output_changed"] = one.outputs != faulty.outputs
     return row
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from kv_canary.difftest.stress import causes
 from kv_canary.difftest.stress.life import Life
 from kv_canary.difftest.stress.sglang.engine import (
     BYTES_PER_TOKEN,
@@ -78,6 +79,7 @@ class Fault:
         act: does it; None: nothing goes wrong.
         page_size: the engine's.
         layer, half: whose bytes change, where the fault says.
+        right, half_right: parts of causes, see `causes`.
     """
 
     name: str
@@ -87,6 +89,8 @@ class Fault:
     page_size: int = 1
     layer: int | None = None
     half: Half | None = None
+    right: Sequence[str] = causes.CHANGED
+    half_right: Sequence[str] = ()
 
     @property
     def one_byte(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from kv_canary.config import CanaryConfig
+from kv_canary.difftest.stress import causes
 from kv_canary.difftest.stress.processes import in_fork
 from kv_canary.difftest.stress.sglang.engine import BYTES_PER_TOKEN, build_scheduler
 from kv_canary.difftest.stress.sglang.faults import FAULTS, HEALTHY, Fault, live
@@ -111,6 +112,7 @@ class Seen:
         where, position, byte, layer: what the fault did.
         report: the first report, in words; empty if there was none.
         reasons: of the first report, in its canary's words.
+        cause: that kv-canary's first incident tells.
         steps_late: steps from the first that ran with the fault to the one in which the report came.
         error: what else ended the life.
     """
@@ -122,6 +124,7 @@ class Seen:
     layer: int | None = None
     report: str = ""
     reasons: str = ""
+    cause: str = ""
     steps_late: int | None = None
     error: str = ""
 
@@ -200,7 +203,7 @@ def _live(column: Column, scheduler: Any, fault: Fault, task: Task) -> dict[str,
             reported_at.append(step)
 
     life = live(fault, scheduler, seed=task.seed, see=see)
-    error, report, reasons = life.ended, "", ""
+    error, report, reasons, cause = life.ended, "", "", ""
     if column.builtin and _IS_BUILTIN in life.ended:
         # The step that raised is not counted.
         error, reported_at = "", [life.steps]
@@ -215,6 +218,7 @@ def _live(column: Column, scheduler: Any, fault: Fault, task: Task) -> dict[str,
         if manager.reports:
             first = manager.reports[0]
             report, reasons = first.sentence, " + ".join(first.reasons) + " in " + first.tag
+            cause = causes.first_cause(manager)
     seen = Seen(
         outputs=life.outputs,
         where=life.act.where if life.act else "",
@@ -223,6 +227,7 @@ def _live(column: Column, scheduler: Any, fault: Fault, task: Task) -> dict[str,
         layer=life.act.layer if life.act else None,
         report=report,
         reasons=reasons,
+        cause=cause,
         steps_late=reported_at[0] - life.acted_at if report else None,
         error=error,
     )

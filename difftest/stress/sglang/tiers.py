@@ -24,7 +24,7 @@ from unittest import mock
 import click
 import torch
 
-from kv_canary.difftest.stress import tier_lives
+from kv_canary.difftest.stress import causes, tier_lives
 from kv_canary.difftest.stress.sglang import engine
 
 PAGE, POOL, PROMPT, NEW_TOKENS, OTHERS = 16, 512, 104, 6, 7
@@ -103,7 +103,7 @@ class Fault:
 
     Args:
         name, doc: what it is called, and what goes wrong.
-        right, half: see `tier_lives.Fault`.
+        right, half: see `causes`.
         phase: when: while KV is backed up, while it lies on the host, while it is loaded, or in storage.
         before, behind: do it to a copy, before it is made or behind it; `before` returns True where it is not made.
         operation: does it to the controller's operation, before records and bytes are.
@@ -113,7 +113,7 @@ class Fault:
 
     name: str
     doc: str
-    right: Sequence[str] = tier_lives.CAME_WRONG
+    right: Sequence[str] = causes.CAME_WRONG
     half: Sequence[str] = ()
     phase: Phase = "load"
     before: Callable[[Copy], bool] | None = None
@@ -252,7 +252,7 @@ FAULTS = (
     Fault(
         name="device slots reused during the backup",
         doc="others write to the slots while they are copied to the host",
-        right=(*tier_lives.CAME_WRONG, *tier_lives.CHANGED),
+        right=(*causes.CAME_WRONG, *causes.CHANGED),
         phase="backup",
         before=_written_before,
     ),
@@ -260,15 +260,15 @@ FAULTS = (
     Fault(
         name="backup cut short",
         doc="the last page of a backup is left out, and the tree keeps it",
-        right=tier_lives.NEVER_CAME,
+        right=causes.NEVER_CAME,
         phase="backup",
         operation=_cut_short,
     ),
     Fault(
         name="one bit on the host",
         doc="a random bit of host memory flips",
-        right=tier_lives.CHANGED,
-        half=tier_lives.CAME_WRONG,
+        right=causes.CHANGED,
+        half=causes.CAME_WRONG,
         phase="host",
         behind=_bit,
     ),
@@ -279,50 +279,51 @@ FAULTS = (
     Fault(
         name="host slots reused during the load",
         doc="others get host slots while they are loaded",
+        right=(*causes.CAME_WRONG, *causes.CHANGED),
         before=_reused_meanwhile,
     ),
     Fault(
         name="two pages swapped",
         doc="a load takes two pages in each other's place",
-        right=tier_lives.FROM_ELSEWHERE,
-        half=tier_lives.WRONG_PREFIX,
+        right=causes.FROM_ELSEWHERE,
+        half=causes.WRONG_PREFIX,
         operation=_pages_swapped,
     ),
     Fault(
         name="pages of half the length",
         doc="a load counts host pages as half as long as they are",
-        right=tier_lives.FROM_ELSEWHERE,
-        half=tier_lives.WRONG_PREFIX,
+        right=causes.FROM_ELSEWHERE,
+        half=causes.WRONG_PREFIX,
         operation=_as_if_pages_were_half,
     ),
     Fault(name="a bit rots in a file", doc="a random bit of a page's file flips", phase="storage", files=_rots),
     Fault(
         name="another prompt's file",
         doc="a page's file is put in the place of another's",
-        right=tier_lives.FROM_ELSEWHERE,
-        half=tier_lives.WRONG_PREFIX,
+        right=causes.FROM_ELSEWHERE,
+        half=causes.WRONG_PREFIX,
         phase="storage",
         files=_renamed,
     ),
     Fault(
         name="two files swapped",
         doc="files of two pages have each other's names",
-        right=tier_lives.FROM_ELSEWHERE,
-        half=tier_lives.WRONG_PREFIX,
+        right=causes.FROM_ELSEWHERE,
+        half=causes.WRONG_PREFIX,
         phase="storage",
         files=_swapped,
     ),
     Fault(
         name="prefetch cut short",
         doc="the last pages of a prefetch never come, and it is published as whole",
-        right=tier_lives.NEVER_CAME,
+        right=causes.NEVER_CAME,
         phase="storage",
         around=_published_whole,
     ),
     Fault(
         name="the key forgets the salt",
         doc="names of files are made without the requests' cache salt: one finds the other's pages",
-        right=tier_lives.WRONG_PREFIX,
+        right=causes.WRONG_PREFIX,
         phase="storage",
         around=_forgets_the_salt,
     ),
@@ -409,7 +410,7 @@ class Engine:
         manager = self.session.manager
         prompt = some(PROMPT)
         manager.reports.clear()
-        began = {"step": 0, "incidents": tier_lives.last_incident(manager)}
+        began = {"step": 0, "incidents": causes.last_incident(manager)}
         if self._stores:
             return self._outcome(*self._live_with_files(fault, prompt, some(PROMPT), rng, began), began)
         with self._wrong(fault, "backup", rng, began, of=prompt):
@@ -473,7 +474,7 @@ class Engine:
             "where": "" if not reports else tier_lives.look_of(reports[0]),
             "late": max(0, reports[0].step - began["step"] - 1) if reports else 0,
             "blamed_wrongly": any(r.request_id not in (None, first.rid, second.rid) for r in reports),
-            "says": tier_lives.cause_behind(manager, began["incidents"]),
+            "says": causes.first_cause(manager, behind=began["incidents"]),
             "wrong_text": list(first.output_ids) != list(second.output_ids),
             "came_back": second.cached_tokens,
         }

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -26,6 +27,7 @@ from kv_canary.commands.evidence_pages import fill
 from kv_canary.commands.facts import facts
 from kv_canary.difftest.options import commit_option, json_option
 from kv_canary.difftest.options import progress as progress_bar
+from kv_canary.difftest.stress import causes
 from kv_canary.difftest.stress.processes import in_fork
 from kv_canary.difftest.stress.vllm.engine import ONE_THREAD, RUNNERS, Engine, Runner, drafts_of, prepare, save_model
 from kv_canary.difftest.stress.vllm.faults import KNOWN, Fault, Setting, healthy, live
@@ -231,6 +233,7 @@ def _live(engine: Engine, fault: Fault, seed: int) -> dict[str, Any]:
         seen |= {
             "late": reported_at[0] - life.acted_at if reported_at else None,
             "first": manager.incidents[0].sentence if manager.incidents else "",
+            "says": causes.first_cause(manager),
             "wrong": [i.sentence for i in manager.incidents if i.first.slot not in slots],
             "failures": dict(manager.guard.failures),
             "watched": manager.summary().as_dict()["positions_relied_on"],
@@ -267,6 +270,8 @@ def _row(
         "errors": [one["error"] for one, f in zip(ours, faulty, strict=True) if one["error"] and not f["error"]],
         "wrong": [text for one in ours for text in one.get("wrong", ())][:3],
         "example": ours[0].get("first", ""),
+        "says": sorted({re.sub(r"\d+", "N", one["says"]) for one in ours if one.get("says")}),
+        "causes": causes.graded(None if fault.act is None else fault, [one.get("says", "") for one in ours]),
         "where": faulty[0].get("where", "") or ours[0].get("where", ""),
     }
 
@@ -280,6 +285,8 @@ def objections(row: dict[str, Any]) -> Iterator[str]:
         yield f"{row['blamed_wrongly']} lives in which something else is blamed: {row['wrong'][0]}"
     for text in (*row["failures"], *row["errors"]):
         yield f"a failure: {text}"
+    if row["causes"]["wrong"]:
+        yield f"{row['causes']['wrong']} lives are told a wrong cause, of {row['says']}"
     if row["canary_changed_text"]:
         yield "the canary changed what was generated"
     if row["is_healthy"] and row["wrong_text"]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from kv_canary.difftest.stress import causes
 from kv_canary.difftest.stress.life import Life
 from kv_canary.difftest.stress.vllm.engine import BLOCK, VOCABULARY, Engine
 from kv_canary.engines.vllm import pools, support
@@ -103,6 +104,7 @@ class Fault:
         act: does it; None: nothing goes wrong.
         setting: of the engine and the canary: as they come, with `check_writes`, with a draft model, with one and steps
             that are prepared ahead, or with as many layers as large models have.
+        right, half: parts of causes, see `causes`.
     """
 
     name: str
@@ -110,6 +112,8 @@ class Fault:
     script: Script
     act: Callable[[Scene], Act] | None
     setting: Setting = "plain"
+    right: Sequence[str] = causes.CHANGED
+    half: Sequence[str] = ()
 
 
 def live(fault: Fault, engine: Engine, *, seed: int, see: Callable[[], None]) -> Life[Act]:

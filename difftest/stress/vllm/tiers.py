@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import click
 
-from kv_canary.difftest.stress import tier_lives
+from kv_canary.difftest.stress import causes, tier_lives
 from kv_canary.difftest.stress.vllm.engine import BLOCK, VOCABULARY, Engine, Runner, prepare, save_model
 
 PROMPT, NEW_TOKENS, OTHERS, HOST_BYTES = 170, 6, 6, 8 << 20
@@ -56,14 +56,14 @@ class Fault:
 
     Args:
         name, doc: what it is called, and what goes wrong.
-        right, half: see `tier_lives.Fault`.
+        right, half: see `causes`.
         of: which copy: to the host ("store") or back; or none, but what lies there.
         do: makes it wrong; None for what lies there.
     """
 
     name: str
     doc: str
-    right: Sequence[str] = tier_lives.CAME_WRONG
+    right: Sequence[str] = causes.CAME_WRONG
     half: Sequence[str] = ()
     of: Literal["store", "load", "host"] = "load"
     do: Mistake | None = None
@@ -149,7 +149,7 @@ FAULTS = (
     Fault(
         name="device slots reused during the backup",
         doc="others write to a block while it is copied to the host",
-        right=(*tier_lives.CAME_WRONG, *tier_lives.CHANGED),
+        right=(*causes.CAME_WRONG, *causes.CHANGED),
         of="store",
         do=_written_before,
     ),
@@ -157,8 +157,8 @@ FAULTS = (
     Fault(
         name="one bit on the host",
         doc="a random bit of host memory flips",
-        right=tier_lives.CHANGED,
-        half=tier_lives.CAME_WRONG,
+        right=causes.CHANGED,
+        half=causes.CAME_WRONG,
         of="host",
     ),
     Fault(name="load dropped", doc="a load is acknowledged and never made", do=_left_out),
@@ -170,6 +170,7 @@ FAULTS = (
     Fault(
         name="host slots reused during the load",
         doc="others write to the host's slots while they are loaded",
+        right=(*causes.CAME_WRONG, *causes.CHANGED),
         do=_reused_meanwhile,
     ),
 )
@@ -229,7 +230,7 @@ class Life:
             return rng.choices(range(3, VOCABULARY), k=PROMPT)
 
         manager.reports.clear()
-        prompt, began, incidents = some(), [0], tier_lives.last_incident(manager)
+        prompt, began, incidents = some(), [0], causes.last_incident(manager)
         if fault.of == "store" and fault.do is not None:
             offloading.FAULTS.append(offloading.Fault("store", self._noted(fault.do, began), seed))
         [first] = self.serve([prompt])
@@ -246,7 +247,7 @@ class Life:
         [second] = self.serve([prompt])
         self.look()
         manager.flush()
-        reports, says = list(manager.reports), tier_lives.cause_behind(manager, incidents)
+        reports, says = list(manager.reports), causes.first_cause(manager, behind=incidents)
         offloading.FAULTS.clear()
         self._empty()
         named = {(r.request_id or "").partition("-")[0] for r in reports}

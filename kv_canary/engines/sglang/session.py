@@ -6,7 +6,6 @@ captured graphs and their memory stay as they are, and a replay is a forward lik
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 from collections import Counter
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from kv_canary.config import CanaryConfig
+from kv_canary.engines.ending import at_exit
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.sglang import (
     batches,
@@ -67,7 +67,7 @@ def install(scheduler: Any, *_: Any, **__: Any) -> None:
         return
     hooks.expect_live()
     _current = Session(scheduler, config=CanaryConfig.from_env())
-    atexit.register(_current.close)
+    at_exit(_current.close)
 
 
 def note_requests(forward_batch: Any, _cls: Any, schedule_batch: Any, *_: Any, **__: Any) -> None:
@@ -370,7 +370,6 @@ class Session:
         global _current
         if _current is self:
             _current = None
-        atexit.unregister(self.close)
         self._patches.undo_all()
         if not self.off:
             self.off = "closed"
@@ -505,8 +504,12 @@ class Session:
         """Take in that the engine's forward has raised, which goes on to the engine, and nothing else."""
         try:
             watched.abort()
-        except Exception:
-            logger.exception("kv-canary: sglang adapter: a forward that raised could not be given up")
+        except Exception as error:
+            logger.failure(
+                "kv-canary: sglang adapter: a forward that raised could not be given up",
+                error=error,
+                redacts=self.manager.config.redact,
+            )
 
     def _watched(self, runner: Any, forward_batch: Any) -> SingleForwardManager:
         """Return the canary of a forward of this kind; drafts that may be rejected are told apart."""

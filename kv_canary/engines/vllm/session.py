@@ -6,7 +6,6 @@ that the model is called on and outside the engine's CUDA graphs.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import logging
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from kv_canary.config import CanaryConfig
+from kv_canary.engines.ending import at_exit
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.vllm import hooks, offload, pools, support, writes
 from kv_canary.engines.vllm.blocks import Blocks, slots_of
@@ -58,7 +58,7 @@ def install(worker: Any) -> Session | None:
         return None
     _log_where_vllm_does()
     session = _sessions[id(worker)] = Session(worker, config=CanaryConfig.from_env())
-    atexit.register(session.close)
+    at_exit(session.close)
     return session
 
 
@@ -437,7 +437,6 @@ class Session:
     def close(self) -> None:
         """Report what is left, and leave the worker as it was found; the second call does nothing."""
         _sessions.pop(id(self.worker), None)
-        atexit.unregister(self.close)
         self._unhook()
         if self.offload is not None:
             self.offload.close()
@@ -472,8 +471,12 @@ class Session:
         if watched is not None:
             try:
                 watched.abort()
-            except Exception:
-                logger.exception("kv-canary: vllm adapter: a forward that raised could not be given up")
+            except Exception as error:
+                logger.failure(
+                    "kv-canary: vllm adapter: a forward that raised could not be given up",
+                    error=error,
+                    redacts=self.manager.config.redact,
+                )
 
     def _begin_step(self, scheduled: Any) -> None:
         """Take in what the scheduler says of a step: who has come and gone, and whose blocks are whose."""

@@ -147,4 +147,5 @@ def _say_once(what: str, error: Exception) -> None:
     kind = f"{what}: {type(error).__name__}"
     if kind not in _failed:
         _failed.add(kind)
-        logger.exception("kv-canary: vllm adapter: %s", what)
+        # A scheduler's process has no canary, whose configuration would say whether texts are left out.
+        logger.failure("kv-canary: vllm adapter: %s", what, error=error, redacts=True)
