@@ -250,7 +250,9 @@ def test_a_port_has_one_registry(port: int) -> None:
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ModuleNotFoundError, match=r"prometheus-client must be installed: pip install 'prometheus-client>="):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"prometheus-client must be installed: pip install 'prometheus-client>="
+    ):
         full_engine(metrics_port=9400)
     full_engine().manager.close()
 
