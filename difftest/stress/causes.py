@@ -16,11 +16,25 @@ CAME_WRONG = ("are not those that were to come there",)
 FROM_ELSEWHERE = ("is another's, or of other positions", *CAME_WRONG)
 NEVER_CAME = ("nothing ever wrote there", "is missing")
 # Bytes have changed without a forward; in one layer alone; or are zero.
-CHANGED = ("changed after they were written", "changed with no record", "only one layer's bytes changed")
+STRAY = ("changed after they were written", "only one layer's bytes changed")
+CHANGED = (*STRAY, "changed with no record")
 ZEROED = ("they were zeroed after they were written", "are all zero")
 # What was found is not the request's own.
 WRONG_PREFIX = ("a stale or wrong prefix hit",)
-WRONG_ENTRY = ("a wrong or stale table entry", "the table is off by one", "the table is shifted", "a wrong block")
+WRONG_ENTRY = (
+    "a wrong or stale table entry",
+    "a stale or wrong table entry",
+    "the table is off by one",
+    "the table is shifted",
+    "a wrong block",
+)
+# Who owns a slot is at odds: two do, or nobody.
+TWO_OWNERS = ("two owners", "reused while in use")
+FREED = ("use after free",)
+# A forward wrote something else than it was given.
+WRITTEN_WRONG = ("is not what the model handed over",)
+# Said of a page that something lies over, whatever brought it.
+UNRECORDED = ("changed with no record",)
 
 
 class Fault(Protocol):

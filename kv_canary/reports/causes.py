@@ -38,6 +38,7 @@ class Facts:
         whole: (step) -> whether it verified all that its requests had in the cache.
         token: (row) -> the request's own token of its position, as the engine has it now.
         lost: (row) -> the record that lay in its slot, where another lies by now, or none.
+        own: (row) -> the last step behind which its request's position was seen to be the request's own.
     """
 
     wrote: Callable[[int, int, int], bool | None] = lambda step, owner, position: None
@@ -46,6 +47,7 @@ class Facts:
     whole: Callable[[int], bool | None] = lambda step: None
     token: Callable[[ViolationRow], int | None] = lambda row: None
     lost: Callable[[ViolationRow], Lost | None] = lambda row: None
+    own: Callable[[ViolationRow], int | None] = lambda row: None
 
 
 class EarlyFree(NamedTuple):
@@ -526,6 +528,13 @@ def _content_cause(members: Sequence[Member], first: ViolationReport, around: Ci
         return (
             f"a wrong block from position {members[0].position} on: the table names what {by} wrote before this "
             "request came: a stale or wrong prefix hit"
+        )
+    # Newest first: what is forgotten of one need not be asked of the others.
+    asked = sorted(members, key=lambda m: m.writer_step, reverse=True)[:_MOST_ASKED]
+    if all((own := around.facts.own(m.first)) is not None and m.writer_step <= own for m in asked):
+        return (
+            f"a wrong block from position {members[0].position} on: the table names what {by} wrote when this "
+            "request's own was in place: a wrong or stale table entry"
         )
     if pages.whole:
         return f"a page reused while in use: {by} wrote {pages.text} at step {_span(steps)}"

@@ -102,6 +102,7 @@ class Accounts:
                 whole=self._was_whole,
                 token=self._own_token,
                 lost=lambda row: self._held("looking for a record that is lost", self._lost.find, row),
+                own=self._own_step,
             ),
         )
         self._lost = LostRecords(self._steps, group_of=self._decoder.group_of, came=self._came)
@@ -412,6 +413,11 @@ class Accounts:
         at = row.position + self._decoder.group_of(row).token_offset
         (token,) = own_tokens(request, at, at + 1)
         return int(token) if token >= 0 else None
+
+    def _own_step(self, row: ViolationRow) -> int | None:
+        """Return the last step behind which a violation's position was its request's own; None: none is known."""
+        window = self._decoder.group_of(row).window
+        return self._steps.own(row.step, row.row, row.position, window=window) if row.row else None
 
     def _readers_since(self, row: ViolationRow, step: int) -> list[str]:
         """Return the requests that have had a slot in their rows behind a step, as far as that is remembered."""

@@ -107,6 +107,33 @@ class StepHistory:
         steps = (s.number for s in reversed(self._steps) if not s.broken and _has_written(s, owner, position))
         return next(steps, None)
 
+    def own(self, number: int, row: int, position: int, *, window: int) -> int | None:
+        """Return the last step before one behind which a position in the cache was seen to be its request's own.
+
+        Its forwards wrote it, or the step behind it verified all that the request had in the cache. None: no such step
+        is remembered.
+
+        Args:
+            number, row: a step, and the row in which the request ran.
+            position: of the request.
+            window: how many positions are read; 0: all.
+        """
+        then = self.request(number, row)
+        if then is None:
+            return None
+        for step in reversed(self._steps):
+            if step.number >= number or step.broken:
+                continue
+            if _has_written(step, then.owner, position):
+                return step.number
+            seen = step.request(row) if step.stride == 1 else None
+            if seen is None or seen.owner != then.owner:
+                continue
+            end = seen.prefix_len - seen.pending
+            if (end - window if window else 0) <= position < end:
+                return step.number - 1
+        return None
+
     def latest(self, number: int, row: int) -> tuple[StepRecord, ForwardRequest] | None:
         """Return the latest step with the request that ran in `row` at step `number`, and how it ran there.
 

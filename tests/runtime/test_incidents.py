@@ -654,6 +654,25 @@ def test_a_chain_that_breaks_behind_a_mended_entry_is_an_incident_of_its_own(eng
     assert (second.reasons, second.positions, second.followers) == (("CHAIN",), ((3, 3),), ((4, 4),))
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_page_written_before_the_request_was_last_seen_whole_was_not_reused(engine: PagedEngine, reads: bool) -> None:
+    c, d = engine.add("c", 40), engine.add("d", 40)
+    engine.step((c, 8))
+    engine.step((d, 8))
+    if reads:
+        read(engine, "c")
+    table = engine.tables["full"]
+    table[c.row, 4:8] = table[d.row, 4:8]
+    read(engine, "c")
+    cause = only(engine).cause
+    if reads:
+        assert cause.endswith(
+            "the table names what request d wrote when this request's own was in place: a wrong or stale table entry"
+        )
+    else:
+        assert cause == "a page reused while in use: request d wrote 1 whole page at step 4"
+
+
 def test_a_page_written_in_the_step_in_which_the_request_came_was_not_written_before(engine: PagedEngine) -> None:
     c, d = engine.add("c", 40), engine.add("d", 40)
     engine.step((c, 8), (d, 8))
@@ -662,7 +681,10 @@ def test_a_page_written_in_the_step_in_which_the_request_came_was_not_written_be
     read(engine, "c")
     incident = only(engine)
     assert incident.positions == ((4, 7),)
-    assert incident.cause == "a page reused while in use: request d wrote 1 whole page at step 3"
+    assert incident.cause == (
+        "a wrong block from position 4 on: the table names what request d wrote when this request's own was in "
+        "place: a wrong or stale table entry"
+    )
 
 
 @pytest.mark.parametrize("zeroed", [False, True])

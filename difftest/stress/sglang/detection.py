@@ -87,7 +87,8 @@ def objections(row: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: false alarm: {row[f'{name}_report']}"
         if row[f"{name}_covered"] and not row[name]:
             yield f"{name}: not found"
-        if row[f"{name}_cause_is"] == "wrong":
+        # Rows that were kept before causes were judged have none.
+        if row.get(f"{name}_cause_is") == "wrong":
             yield f"{name}: told a wrong cause: {row[f'{name}_cause']}"
         if row["place"] == "healthy" and row[f"{name}_output_changed"]:
             yield f"{name}: the canary changed what was generated"

@@ -285,7 +285,8 @@ def objections(row: dict[str, Any]) -> Iterator[str]:
         yield f"{row['blamed_wrongly']} lives in which something else is blamed: {row['wrong'][0]}"
     for text in (*row["failures"], *row["errors"]):
         yield f"a failure: {text}"
-    if row["causes"]["wrong"]:
+    # Rows that were kept before causes were judged have none.
+    if row.get("causes", {}).get("wrong"):
         yield f"{row['causes']['wrong']} lives are told a wrong cause, of {row['says']}"
     if row["canary_changed_text"]:
         yield "the canary changed what was generated"

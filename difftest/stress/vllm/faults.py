@@ -479,36 +479,46 @@ _FAULTS = (
         doc="a block is overwritten in one layer, of a request that is decoding",
         script="in use",
         act=_page,
+        right=causes.STRAY,
+        half=causes.UNRECORDED,
     ),
     Fault(
         name="one layer's block, cached",
         doc="a block is overwritten in one layer, of an idle prefix in the cache",
         script="cached",
         act=_page,
+        right=causes.STRAY,
+        half=causes.UNRECORDED,
     ),
     Fault(
         name="blocks swapped",
         doc="two entries of a request's block table are swapped",
         script="in use",
         act=_swap_blocks,
+        right=causes.WRONG_ENTRY,
     ),
     Fault(
         name="another request's block",
         doc="an entry of a request's block table is another request's, of the same place",
         script="in use",
         act=_neighbours_block,
+        right=causes.WRONG_ENTRY,
     ),
     Fault(
         name="stale row behind a preemption",
         doc="a request's row keeps a block from before it was put off, which is another request's now",
         script="preempted",
         act=_stale_row,
+        right=causes.WRONG_ENTRY,
     ),
     Fault(
         name="wrong slot_mapping entry",
         doc="a token is written to a slot of another request",
         script="in use",
         act=_wrong_slot,
+        # No cause says that a forward writes elsewhere than the table names.
+        right=(),
+        half=causes.TWO_OWNERS,
     ),
     Fault(
         name="-1 taken for an index",
@@ -521,18 +531,22 @@ _FAULTS = (
         doc="the allocator gets a block back that a request still reads, and hands it on",
         script="newcomer",
         act=_free_early,
+        right=causes.FREED,
     ),
     Fault(
         name="handed out twice",
         doc="the allocator hands out a block that a request still reads",
         script="newcomer",
         act=_hand_out_twice,
+        right=causes.TWO_OWNERS,
+        half=causes.FREED,
     ),
     Fault(
         name="hash collision in the prefix cache",
         doc="the prefix cache finds another text's block",
         script="cached",
         act=_hash_collision,
+        right=causes.WRONG_PREFIX,
     ),
     Fault(
         name="constant padding in the same forward",
@@ -540,6 +554,7 @@ _FAULTS = (
         script="in use",
         act=_padding,
         setting="writes",
+        right=causes.WRITTEN_WRONG,
     ),
     Fault(
         name="K and V swapped",
@@ -547,6 +562,7 @@ _FAULTS = (
         script="in use",
         act=_swapped_halves,
         setting="writes",
+        right=causes.WRITTEN_WRONG,
     ),
     Fault(
         name="write dropped",
@@ -554,6 +570,7 @@ _FAULTS = (
         script="in use",
         act=_dropped_write,
         setting="writes",
+        right=causes.WRITTEN_WRONG,
     ),
 )
 _DRAFTS = (
@@ -563,6 +580,8 @@ _DRAFTS = (
         script="in use",
         act=_drafters_page,
         setting="drafts",
+        right=causes.STRAY,
+        half=causes.UNRECORDED,
     ),
     Fault(
         name="a drafter's layer, cached",
@@ -570,6 +589,8 @@ _DRAFTS = (
         script="cached",
         act=_drafters_page,
         setting="drafts",
+        right=causes.STRAY,
+        half=causes.UNRECORDED,
     ),
 )
 _AHEAD = (
@@ -579,6 +600,8 @@ _AHEAD = (
         script="in use",
         act=_drafters_page,
         setting="ahead",
+        right=causes.STRAY,
+        half=causes.UNRECORDED,
     ),
     Fault(
         name="drafted ahead: blocks swapped",
@@ -586,6 +609,7 @@ _AHEAD = (
         script="in use",
         act=_swap_blocks,
         setting="ahead",
+        right=causes.WRONG_ENTRY,
     ),
     Fault(
         name="drafted ahead: wrong slot_mapping entry",
@@ -593,6 +617,9 @@ _AHEAD = (
         script="in use",
         act=_wrong_slot,
         setting="ahead",
+        # No cause says that a forward writes elsewhere than the table names.
+        right=(),
+        half=causes.TWO_OWNERS,
     ),
 )
 _DEEP: tuple[Fault, ...] = tuple(
