@@ -36,8 +36,9 @@ The same traffic without a fault. A report here is a false alarm.
 ## Faults
 
 {faults}
-- A stretch of {bytes} bytes a token in one layer is covered by kv-canary whichever layer it is: layers and windows
-  rotate with the position. SGLang's own reads layer 0 only, and of it K alone unless it is told otherwise.
+- A stretch in one layer is met by kv-canary's fingerprints whichever of these {layers} layers it is: a position's is of
+  one layer, and the next position's of the next. In a model of more layers than the stretch has positions, only seals
+  find it for certain. SGLang's own reads layer 0 only, and of it K alone unless it is told otherwise.
 - An idle prefix has nobody who reads it: the next sweep finds the damage, or the next hit.
 - Swapping two entries of one request leaves its own text as it was, for attention has no order; a later request that
   hits only one of the two positions in the cache reads a wrong token.
