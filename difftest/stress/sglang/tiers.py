@@ -575,7 +575,7 @@ def main(**options: Any) -> None:
       kv-canary stress sglang-tiers --json bench/results/tiers_detection.json
       kv-canary stress sglang-tiers --fault "one bit" --lives 50
     """
-    tier_lives.run("sglang", lead, SETTINGS, FAULTS, belongs=belongs, **options)
+    tier_lives.run("sglang", lead, SETTINGS, FAULTS, belongs=belongs, kind="tiers", **options)
 
 
 def belongs(setting: Setting, fault: Fault) -> bool:

@@ -328,4 +328,4 @@ def main(**options: Any) -> None:
       kv-canary stress vllm-tiers --json bench/results/vllm_tiers_detection.json
       kv-canary stress vllm-tiers --fault "one bit" --lives 50
     """
-    tier_lives.run("vllm", lead, SETTINGS, FAULTS, **options)
+    tier_lives.run("vllm", lead, SETTINGS, FAULTS, kind="vllm_tiers", **options)
