@@ -43,3 +43,21 @@ def test_rows_are_stamped_with_the_sources_of_their_kind(
     assert ended.value.code == 0
     [row] = json.loads(path.read_text())
     assert row["sources"].keys() == set(KINDS[kind].sources)
+
+
+@pytest.mark.parametrize(
+    ("change", "objection"),
+    [
+        ({"found": 1}, "found in 1 of 2 lives"),
+        ({"fault": tier_lives.HEALTHY}, "2 of 2 healthy lives were reported"),
+        ({"blamed_wrongly": 1}, "1 lives blame somebody else"),
+        (
+            {"causes": {"right": 1, "half": 0, "wrong": 1}, "says": ["it rained"]},
+            "1 lives are told a wrong cause, of ['it rained']",
+        ),
+        ({"came_back": 0}, "nothing came back from the host"),
+    ],
+)
+def test_what_speaks_against_the_canary_is_objected_to(change: dict[str, object], objection: str) -> None:
+    assert list(tier_lives.objections(ROW)) == []
+    assert list(tier_lives.objections({**ROW, **change})) == [objection]

@@ -117,6 +117,7 @@ def test_a_byte_is_covered_by_the_layer_that_changed_and_by_any_seal():
         ({"ours_covered": False}, "ours: false alarm: step 1"),
         ({"ours_error": "it broke"}, "ours: it broke"),
         ({"place": "healthy", "ours_output_changed": True}, "ours: the canary changed what was generated"),
+        ({"ours_cause_is": "wrong", "ours_cause": "it rained"}, "ours: told a wrong cause: it rained"),
     ],
 )
 def test_objections(change, objection):

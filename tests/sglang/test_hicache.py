@@ -550,7 +550,9 @@ def test_a_tier_that_fails_in_log_mode_costs_no_more_than_its_watch(llama, monke
     assert state["failures"]
 
 
-@pytest.mark.parametrize("part", ["rows_of", "expect", "bring", "_read", "_store"])
+@pytest.mark.parametrize(
+    "part", ["rows_of", "expect", "bring", "_read", "_store", "_backed_up", "_coming", "_came", "_pages"]
+)
 def test_records_in_storage_that_fail_cost_no_more_than_their_watch(llama, tmp_path, monkeypatch, part):
     def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(part)

@@ -110,6 +110,7 @@ def row(**changed: Any) -> dict[str, Any]:
         ({"failures": ["HEAD"]}, "a failure: HEAD"),
         ({"errors": ["it broke"]}, "a failure: it broke"),
         ({"canary_changed_text": 1}, "the canary changed what was generated"),
+        ({"causes": {"wrong": 1}, "says": ["it rained"]}, "1 lives are told a wrong cause, of ['it rained']"),
     ],
 )
 def test_objections(changed: dict[str, Any], objection: str) -> None:

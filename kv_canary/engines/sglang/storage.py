@@ -133,20 +133,25 @@ class StoredPages:
 
     def _back_up(self, original: Callable[..., Any], operation: Any) -> Any:
         result = original(operation)
+        self._contained("storing records", self._backed_up, operation)
+        return result
+
+    def _backed_up(self, operation: Any) -> None:
         if not self._controller.backup_skip:
             pages = operation.completed_tokens // self._controller.page_size
-            keys, slots = operation.hash_value[:pages], operation.host_indices
-            self._contained("storing records", self._store, self._primary, keys, slots)
-        return result
+            self._store(self._primary, operation.hash_value[:pages], operation.host_indices)
 
     def _set(self, original: Callable[..., Any], transfers: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         results = original(transfers, *args, **kwargs)
         for transfer in transfers:
-            # One that is stored with the first pool's pages is of no pool that is watched.
-            name, done = _name(transfer), results.get(transfer.name, ())
-            if name in self._tiers and name != self._primary and all(done) and done:
-                self._contained("storing records", self._store, name, transfer.keys, transfer.host_indices)
+            self._contained("storing records", self._was_set, transfer, results)
         return results
+
+    def _was_set(self, transfer: Any, results: Any) -> None:
+        # One that is stored with the first pool's pages is of no pool that is watched.
+        name, done = _name(transfer), results.get(transfer.name, ())
+        if name in self._tiers and name != self._primary and all(done) and done:
+            self._store(name, transfer.keys, transfer.host_indices)
 
     def _store(self, name: str, keys: Sequence[str], slots: torch.Tensor) -> None:
         """Store the records of pages that have been stored."""
@@ -181,32 +186,31 @@ class StoredPages:
     def _transfer(
         self, original: Callable[..., Any], operation: Any, keys: Sequence[str], slots: torch.Tensor, *more: Any
     ) -> Any:
-        coming = self._coming(self._primary, keys, slots)
+        coming = self._contained("expecting pages from storage", self._coming, self._primary, keys, slots) or ()
         hits = original(operation, keys, slots, *more)
-        self._came(self._primary, keys[:hits], coming)
+        self._contained("taking in what storage brought", lambda: self._came(self._primary, keys[:hits], coming))
         return hits
 
     def _get(self, original: Callable[..., Any], transfers: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        mine = [t for t in transfers if _name(t) in self._tiers and _name(t) != self._primary]
-        coming = [self._coming(_name(t), t.keys or (), t.host_indices) for t in mine]
+        coming = self._contained("expecting pages from storage", self._all_coming, transfers) or ()
         results = original(transfers, *args, **kwargs)
-        for transfer, its in zip(mine, coming, strict=True):
-            there = [bool(done) for done in results.get(transfer.name, ())]
-            hits = there.index(False) if False in there else len(there)
-            self._came(_name(transfer), (transfer.keys or ())[:hits], its)
+        for transfer, its in coming:
+            self._contained("taking in what storage brought", self._was_got, transfer, its, results)
         return results
+
+    def _all_coming(self, transfers: Sequence[Any]) -> list[tuple[Any, list[_Coming]]]:
+        mine = [t for t in transfers if _name(t) in self._tiers and _name(t) != self._primary]
+        return [(t, self._coming(_name(t), t.keys or (), t.host_indices)) for t in mine]
+
+    def _was_got(self, transfer: Any, coming: Sequence[_Coming], results: Any) -> None:
+        there = [bool(done) for done in results.get(transfer.name, ())]
+        hits = there.index(False) if False in there else len(there)
+        self._came(_name(transfer), (transfer.keys or ())[:hits], coming)
 
     def _coming(self, name: str, keys: Sequence[str], slots: Any) -> list[_Coming]:
         """Return what is to be known of pages before they come."""
-        found: list[_Coming] = []
-
-        def note() -> None:
-            for key, its in zip(keys, self._pages(name, len(keys), slots), strict=True):
-                expected = [tier.expect(its) for tier in self._tiers[name]]
-                found.append(_Coming(expected, self._file(name, key)))
-
-        self._contained("expecting pages from storage", note)
-        return found
+        pages = zip(keys, self._pages(name, len(keys), slots), strict=True)
+        return [_Coming([tier.expect(its) for tier in self._tiers[name]], self._file(name, key)) for key, its in pages]
 
     def _came(self, name: str, keys: Sequence[str], coming: Sequence[_Coming]) -> None:
         """Take in that pages have come."""
