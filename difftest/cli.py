@@ -384,6 +384,10 @@ def sanitize_launches(
         table.add_row(tool, *counts, str(result.errors), f"{result.seconds:.0f}")
         if result.errors:
             console.print(result.output, highlight=False)
+        if result.ended:
+            console.print(f"{tool}: the launches ended early, {result.ended}", highlight=False)
+        if result.too_large:
+            console.print(f"{tool}: {result.too_large} calls left out, which span more memory than is free")
     console.print(table)
     if json_path is not None:
         facts = {"device": device_name("cuda"), "versions": versions(), "commit": commit, "seed": seed, "plant": plant}
@@ -392,7 +396,7 @@ def sanitize_launches(
         facts["sources"] = digests("sanitize")
         facts["tools"] = [result.as_dict() for result in results]
         json_path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    raise SystemExit(1 if any(result.errors for result in results) else 0)
+    raise SystemExit(0 if all(result.clean for result in results) else 1)
 
 
 def _capability(_ctx: click.Context, _parameter: click.Parameter, text: str) -> tuple[int, int]:

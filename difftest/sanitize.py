@@ -9,6 +9,7 @@ writes, is told with the kernel and the line.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import re
 import shutil
@@ -32,20 +33,36 @@ from kv_canary.specs.interface import KernelSpec, Leaf
 TOOLS = ("memcheck", "initcheck", "racecheck")
 ERROR_CODE = 86
 
+# A tool keeps what it knows of memory on the device as well: initcheck about as much again.
+MOST_OF_FREE = 0.4
+
 _COUNTS = re.compile(r"^kv-canary-launches (\S+) (\d+) (\d+)$", re.MULTILINE)
+_TOO_LARGE = re.compile(r"^kv-canary-too-large \S+ \d+$", re.MULTILINE)
 _ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SanitizerResult:
-    """The account of one tool: calls and kernel launches by op, errors, and the tool's own words if there were any."""
+    """The account of one tool: calls and kernel launches by op, errors, and the tool's own words if there were any.
+
+    `too_large` counts the calls that were left out because their tensors span more memory than is free. `ended` says
+    what the child said last where it ended before its calls did, for no error that the tool counts: the calls after
+    that were not made.
+    """
 
     tool: str
     calls: Mapping[str, int]
     launches: Mapping[str, int]
+    too_large: int
     errors: int
+    ended: str
     seconds: float
     output: str
+
+    @property
+    def clean(self) -> bool:
+        """Whether the tool saw no error, and the child made its calls."""
+        return not self.errors and not self.ended
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -53,7 +70,9 @@ class SanitizerResult:
             "calls": dict(self.calls),
             "launches": dict(self.launches),
             "total_launches": sum(self.launches.values()),
+            "too_large": self.too_large,
             "errors": self.errors,
+            "ended": self.ended,
             "seconds": round(self.seconds, 1),
             "output": self.output,
         }
@@ -121,10 +140,18 @@ def sanitize(
         tool=tool,
         calls={op: c for op, (c, _) in counts.items()},
         launches={op: n for op, (_, n) in counts.items()},
+        too_large=len(_TOO_LARGE.findall(done.stdout)),
         errors=errors,
+        ended=_ended(done) if done.returncode not in (0, ERROR_CODE) else "",
         seconds=time.monotonic() - began,
         output=told[:4000] if errors else "",
     )
+
+
+def _ended(done: subprocess.CompletedProcess[str]) -> str:
+    """What a child that failed said last, without what the tool says."""
+    said = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("=")]
+    return f"exit code {done.returncode}: {said[-1].strip() if said else 'nothing said'}"
 
 
 def in_turn(cases: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -157,12 +184,37 @@ def serve(file: str, seconds: str, plant: str) -> None:
             break
         now = entry["op"]
         spec = get_spec(now)
-        call = _on_device(spec, decode(spec, entry["arguments"]))
-        implementation(now, "triton")(**call)
+        arguments = decode(spec, entry["arguments"])
+        # Memory that some calls span is tens of GB: what an earlier one had is to be free, cycles of objects or not.
+        gc.collect()
+        needed = span_bytes(spec, arguments)
+        if needed > MOST_OF_FREE * torch.cuda.mem_get_info()[0]:
+            print(f"kv-canary-too-large {now} {needed}", flush=True)
+            continue
+        implementation(now, "triton")(**_on_device(spec, arguments))
         torch.cuda.synchronize()
         calls[now] += 1
         # At once: a launch that the tool stops ends the process.
         print(f"kv-canary-launches {now} {calls[now]} {launches[now]}", flush=True)
+
+
+def span_bytes(spec: KernelSpec, arguments: Mapping[str, Any]) -> int:
+    """Return the bytes that the tensors of a call span, each in an allocation of its own."""
+    spans = []
+
+    def add(leaf: Leaf) -> torch.Tensor:
+        spans.append(_elements(leaf.tensor) * leaf.tensor.element_size())
+        return leaf.tensor
+
+    spec.map_tensors(arguments, add)
+    return sum(spans)
+
+
+def _elements(tensor: torch.Tensor) -> int:
+    """The elements from a tensor's first to its last, whether or not they are its own."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _on_device(spec: KernelSpec, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,10 +225,9 @@ def _on_device(spec: KernelSpec, arguments: Mapping[str, Any]) -> dict[str, Any]
         item = tensor.element_size()
         if tensor.numel() == 0:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
-        elements = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         # Allocations begin at multiples of 256 bytes: the phase is the tensor's own.
         phase = tensor.data_ptr() % 16 // item
-        flat = torch.empty(phase + elements, dtype=tensor.dtype, device="cuda")
+        flat = torch.empty(phase + _elements(tensor), dtype=tensor.dtype, device="cuda")
         placed = flat.as_strided(tensor.shape, tensor.stride(), phase)
         if leaf.role in ("in", "inout"):
             placed.copy_(tensor)
