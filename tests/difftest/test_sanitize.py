@@ -24,7 +24,8 @@ def test_calls_and_what_was_left_out_are_counted(tmp_path: Path, monkeypatch: py
     said = "kv-canary-launches move 1 1\\nkv-canary-too-large move 99\\nkv-canary-launches move 2 3"
     result = run_under(f"print('{said}\\n========= ERROR SUMMARY: 0 errors')", tmp_path, monkeypatch)
     assert (result.calls, result.launches, result.too_large) == ({"move": 2}, {"move": 3}, 1)
-    assert result.clean and result.as_dict()["ended"] == ""
+    assert result.clean
+    assert result.as_dict()["ended"] == ""
 
 
 def test_a_child_that_ends_early_is_not_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,17 +35,14 @@ def test_a_child_that_ends_early_is_not_clean(tmp_path: Path, monkeypatch: pytes
         tmp_path,
         monkeypatch,
     )
-    assert result.errors == 0 and not result.clean
+    assert result.errors == 0
+    assert not result.clean
     assert result.ended == "exit code 1: torch.OutOfMemoryError: no more"
 
 
 def test_errors_are_those_of_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = run_under(
-        "import sys; print('kv-canary-launches move 1 1\\n========= Invalid read\\n========= ERROR SUMMARY: 3 errors')\n"
-        "sys.exit(86)",
-        tmp_path,
-        monkeypatch,
-    )
+    said = "kv-canary-launches move 1 1\\n========= Invalid read\\n========= ERROR SUMMARY: 3 errors"
+    result = run_under(f"import sys; print('{said}'); sys.exit(86)", tmp_path, monkeypatch)
     assert (result.errors, result.ended, result.clean) == (3, "", False)
     assert "Invalid read" in result.output
 
