@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import json
 import os
-import platform
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +16,6 @@ from hypothesis import HealthCheck, settings
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where Triton runs: cpu (its interpreter) or cuda")
     parser.addoption("--examples", type=int, default=200, help="generated cases per op")
-    parser.addoption("--evidence", type=Path, help="write what passed here, with versions and device, as JSON")
-    parser.addoption("--commit", default="unknown", help="the commit under test, for --evidence")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -118,28 +113,3 @@ def clean_registry() -> Iterator[None]:
     for table, content in zip(tables, before, strict=True):
         table.clear()
         table.update(content)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    path = config.getoption("--evidence")
-    if path is None:
-        return
-    import triton
-
-    on_gpu = config.getoption("--device") == "cuda"
-    outcomes = {
-        outcome: {r.nodeid: round(getattr(r, "duration", 0.0), 2) for r in terminalreporter.stats.get(outcome, [])}
-        for outcome in ("passed", "failed", "error", "skipped")
-    }
-    facts = {
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu, Triton interpreter",
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "commit": config.getoption("--commit"),
-        "examples_per_op": config.getoption("--examples"),
-        "counts": {outcome: len(tests) for outcome, tests in outcomes.items()},
-        "agreement_s": {n: s for n, s in outcomes["passed"].items() if "test_backends_agree[" in n},
-        "not_passed": [n for outcome in ("failed", "error") for n in outcomes[outcome]],
-    }
-    path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

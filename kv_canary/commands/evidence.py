@@ -76,9 +76,12 @@ KINDS = {
         command=".venv-sglang/bin/pytest -s tests/sglang/test_chaos.py --chaos-minutes 60 --chaos-result FILE",
     ),
     "fuzz": Evidence(
-        files=("cpu_fuzz.json", "h200_fuzz.json", "h200_fuzz_ops.json"),
+        files=("cpu_fuzz.json", "h200_fuzz.json", "h200_fuzz_ops.json", "h200_fuzz_more.json"),
         sources=GENERATED,
-        command="kv-canary difftest fuzz --minutes 30 --json FILE",
+        command=(
+            "kv-canary difftest fuzz --minutes 30 --json FILE; on a GPU: kv-canary difftest run --device cuda "
+            "--examples 300 --op OP ... --json FILE"
+        ),
     ),
     "planted": Evidence(
         files=("planted.json",),
@@ -98,9 +101,6 @@ KINDS = {
             "where F is bench/results/runtime_mutants.json"
         ),
     ),
-    "difftest": Evidence(
-        files=("h200_difftest.json",), sources=GENERATED, command="pytest tests/difftest --device cuda --evidence FILE"
-    ),
     "sanitize": Evidence(
         files=("h200_sanitize.json",),
         sources=("kernels", "kv_canary/specs"),
@@ -112,7 +112,7 @@ KINDS = {
         command="kv-canary bench adapters --engine ENGINE --json FILE, in the environment of each engine",
     ),
     "engine_cost": Evidence(
-        files=("h100_engine_cost.json", "h200_engine_cost.json"),
+        files=("h200_engine_cost.json",),
         sources=(*SGLANG, "bench/serving"),
         command="kv-canary bench engine --json FILE",
     ),
@@ -129,9 +129,6 @@ KINDS = {
         sources=("kernels", "kv_canary/specs", "kv_canary/runtime/launches.py"),
         command="kv-canary bench --peer sglang --json FILE",
     ),
-    "variants": Evidence(
-        files=("h200_variants.json",), sources=("kernels",), command="(kernels that are not in the tree)"
-    ),
     "engine": Evidence(
         files=("h200_engine.json",), sources=RUNTIME, command="python -P -m kv_canary.bench.engine_overhead --json FILE"
     ),
@@ -144,10 +141,10 @@ KINDS = {
         command="kv-canary stress overlap --device cuda --json FILE",
     ),
     "transfer": Evidence(
-        files=("h100_pd.json",), sources=RUNTIME, command="kv-canary stress transfer --device cuda --json FILE"
+        files=("h200_pd.json",), sources=RUNTIME, command="kv-canary stress transfer --device cuda --json FILE"
     ),
     "ranks": Evidence(
-        files=("h100_ranks.json",),
+        files=("h200_ranks.json",),
         sources=RUNTIME,
         command="kv-canary stress ranks --device cuda --json FILE",
     ),

@@ -472,16 +472,18 @@ def _engines(found: Results, _: Sequence[str]) -> str:
     ]
     for name in ("h200_sglang.json", "h200_vllm.json", "h200_transformers.json"):
         run = load(name)
-        clean, faults = run["clean"], run.get("faults", run.get("flips"))
+        clean, faults, versions = run["clean"], run.get("faults", run.get("flips")), run.get("versions", {})
         rows.append(
             [
-                next(f"{engine} {run[key]}" for key, engine in _ENGINES.items() if key in run),
+                next(
+                    f"{engine} {has[key]}" for key, engine in _ENGINES.items() for has in (run, versions) if key in has
+                ),
                 f"{len(clean)} healthy lives, {sum(c['ok'] for c in clean)} right",
                 "0" if all(c["ok"] for c in clean) else "some",
                 f"{sum(f['ok'] for f in faults)} of {len(faults)} planted faults found",
             ]
         )
-    transfer = load("h100_pd.json")
+    transfer = load("h200_pd.json")
     rows.append(
         [
             "transfers between two GPUs",
@@ -490,7 +492,7 @@ def _engines(found: Results, _: Sequence[str]) -> str:
             f"{transfer['faults_found']} found",
         ]
     )
-    names = ("h200_overlap.json", "h200_sglang.json", "h200_vllm.json", "h200_transformers.json", "h100_pd.json")
+    names = ("h200_overlap.json", "h200_sglang.json", "h200_vllm.json", "h200_transformers.json", "h200_pd.json")
     return f"{_table(['engine', 'ran', 'false alarms', 'and'], rows)}\n\n{_source(found, *names)}"
 
 

@@ -89,3 +89,13 @@ def test_a_rank_that_lost_another_goes_on_and_says_so(results: Results) -> None:
 @pytest.mark.long
 def test_a_killed_rank_has_nothing_to_say(results: Results) -> None:
     assert results["killed"][1] == results["killed, raise mode"][1] == {}
+
+
+def test_damage_may_be_found_by_its_seal_too_and_by_nothing_else() -> None:
+    def found(*reasons: str) -> bool:
+        rank = {"watching": "partial", "reasons": list(reasons), "raised": []}
+        return judge("silent", [rank, {"watching": "partial", "reasons": [], "raised": []}])
+
+    assert found("K")
+    assert found("K", "SEAL_K")
+    assert not any(found(*reasons) for reasons in ((), ("SEAL_K",), ("K", "TOKEN")))

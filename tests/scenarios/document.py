@@ -38,11 +38,10 @@ each other and against the request.
 """
 
 CAMPAIGNS = """
-The first incident of each life of the campaigns on real engines' tiers, judged likewise, fault by fault
-(`difftest/stress/causes.py`); a campaign in which one is wrong fails. `kv-canary stress sglang` and `kv-canary
-stress vllm` judge theirs too; what is kept of those was measured before they did, and is not in the table:
+The first incident of each life of the campaigns on real engines, judged likewise, fault by fault
+(`difftest/stress/causes.py`); a campaign in which one is wrong fails:
 
-<!-- kv-canary evidence causes tiers vllm_tiers: begin -->
+<!-- kv-canary evidence causes tiers vllm_tiers sglang_detection vllm_detection: begin -->
 <!-- kv-canary evidence: end -->
 """
 
