@@ -22,6 +22,7 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
 
 _ELSEWHERE = {
     "engine": "kv_canary.bench.serving.cli:engine",
+    "vllm": "kv_canary.bench.vllm.cli:vllm",
     "adapters": "kv_canary.bench.adapters:adapters",
 }
 
@@ -47,6 +48,7 @@ def bench() -> None:
       kv-canary bench --peer sglang --json h200_peer.json
       kv-canary bench ops --help
       kv-canary bench engine --models 1b --modes none,ours,sgl
+      kv-canary bench vllm --models 1b
       kv-canary bench adapters --engine vllm
       kv-canary bench seals --json h200_seals.json
     """

@@ -116,6 +116,11 @@ KINDS = {
         sources=(*SGLANG, "bench/serving"),
         command="kv-canary bench engine --json FILE",
     ),
+    "vllm_cost": Evidence(
+        files=("h200_vllm_cost.json",),
+        sources=(*VLLM, "bench/serving", "bench/vllm"),
+        command="kv-canary bench vllm --json FILE",
+    ),
     "seal_cost": Evidence(
         files=("h200_seals.json",),
         sources=(*RUNTIME, "bench/seals.py"),

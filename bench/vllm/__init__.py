@@ -1,0 +1,1 @@
+"""What a canary costs vLLM."""
