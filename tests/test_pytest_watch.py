@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -169,3 +170,24 @@ def test_a_model_is_watched_by_the_fixture(tmp_path: Path, option: list[str]) ->
     assert lines & {"FAILED test_model.py::test_model[True]", "ERROR test_model.py::test_model[True]"}
     assert not any("[False]" in line for line in lines if not line.startswith("PASSED"))
     assert "HEAD_FULL" in found.stdout
+
+
+def test_what_is_found_behind_a_log_that_begins_anew_is_told_once(tmp_path: Path) -> None:
+    from kv_canary.commands.pytest_watch import Watch
+
+    def line(number: int) -> str:
+        facts = {
+            "time": f"2026-01-01T00:00:0{number}.000Z",
+            "pid": 7,
+            "event": "incident",
+            "sentence": f"found {number}",
+        }
+        return json.dumps(facts) + "\n"
+
+    log = tmp_path / "events.jsonl"
+    watch = Watch(log)
+    log.write_text(line(1) + line(2))
+    assert watch._incidents() == ["found 1", "found 2"]
+    log.write_text(line(3))
+    assert watch._incidents() == ["found 3"]
+    assert watch._incidents() == []

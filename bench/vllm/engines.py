@@ -69,10 +69,9 @@ class Engines(run.Measurement):
                 log=settings.out / f"{self._model}-{mode}.log",
                 frozen=settings.frozen,
             )
-            self._schedulers[mode] = _Engine(mode, spec)
-        # One after the other: each compiles what is not in the caches yet.
-        for mode, scheduler in list(self._schedulers.items()):
-            self._try(mode, lambda s=scheduler: s.answer(_START))  # type: ignore[misc]
+            # One after the other: vLLM looks at what memory is free when it starts.
+            engine = self._schedulers[mode] = _Engine(mode, spec)
+            self._try(mode, lambda e=engine: e.answer(_START))  # type: ignore[misc]
         self._say(f"{self._model}: {', '.join(self._schedulers)} have started")
 
 

@@ -116,7 +116,8 @@ class Watch:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._read = path, 0
+        # Told by what they say, and not by their place: a log that grows too long begins anew.
+        self._path, self._seen = path, set[tuple[Any, ...]]()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self) -> Iterator[None]:
@@ -140,9 +141,11 @@ class Watch:
         from kv_canary.output import drain
 
         drain()
-        told = [event["sentence"] for event in events(self._path, since=_EVER) if event["event"] == "incident"]
-        new, self._read = told[self._read :], len(told)
-        return new
+        told = [event for event in events(self._path, since=_EVER) if event["event"] == "incident"]
+        incidents = {(event["pid"], event["time"], event["sentence"]): None for event in told}
+        new = [key for key in incidents if key not in self._seen]
+        self._seen.update(new)
+        return [sentence for *_, sentence in new]
 
 
 def _told(found: list[str]) -> str:
