@@ -73,6 +73,18 @@ def test_a_freed_slot_is_a_use_after_free(engine: Engine) -> None:
     assert "freed by request b at step 2" in report.sentence
 
 
+def test_a_slot_that_is_handed_out_in_use_has_two_owners(engine: Engine) -> None:
+    engine.manager.retire(
+        engine.groups[0].pool, torch.tensor([4]), owner=engine.requests["b"].owner, handed_out=True
+    )
+    report = run_and_report(engine)
+    assert report.reasons == ("FREED",)
+    assert report.cause == "two owners: the slot was handed out while a request still reads it"
+    assert "handed out to request b at step 2" in report.sentence
+    assert report.record is not None
+    assert report.record.handed_out
+
+
 def test_a_table_off_by_one_is_called_that(engine: Engine) -> None:
     table = engine.tables["full"][engine.requests["a"].row]
     table[3] = table[4]
