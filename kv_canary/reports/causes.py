@@ -40,6 +40,7 @@ class Facts:
         token: (row) -> the request's own token of its position, as the engine has it now.
         lost: (row) -> the record that lay in its slot, where another lies by now, or none.
         own: (row) -> the last step behind which its request's position was seen to be the request's own.
+        named: (row) -> the slot that the table of its request names for its position, BAD_SLOT for none.
     """
 
     wrote: Callable[[int, int, int], bool | None] = lambda step, owner, position: None
@@ -50,6 +51,7 @@ class Facts:
     token: Callable[[ViolationRow], int | None] = lambda row: None
     lost: Callable[[ViolationRow], Lost | None] = lambda row: None
     own: Callable[[ViolationRow], int | None] = lambda row: None
+    named: Callable[[ViolationRow], int | None] = lambda row: None
 
 
 class EarlyFree(NamedTuple):
@@ -128,6 +130,12 @@ def cause_of_one(
     if Reason.WRITE_TOKEN in reasons:
         return "the forward was given another token than the one that was sampled"
     if Reason.OVERWRITE in reasons:
+        if (named := facts.named(row)) not in (None, row.slot):
+            other = "no slot" if named == BAD_SLOT else f"slot {named}"
+            return (
+                f"the forward wrote to slot {row.slot} where the table names {other}: a wrong or stale entry of the "
+                "slot mapping"
+            )
         return "two owners: the slot was handed out while another request still used it"
     if Reason.UNMAPPED in reasons:
         if group.lut is not None:

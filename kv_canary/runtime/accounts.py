@@ -104,6 +104,7 @@ class Accounts:
                 token=self._own_token,
                 lost=lambda row: self._held("looking for a record that is lost", self._lost.find, row),
                 own=self._own_step,
+                named=lambda row: self._held("asking which slot a table names", self._lost.named, row),
             ),
         )
         self._lost = LostRecords(self._steps, group_of=self._decoder.group_of, came=self._came)
