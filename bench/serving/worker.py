@@ -28,6 +28,8 @@ from kv_canary.bench.serving.sharing import Shared, use
 
 # Decode steps before those that are measured.
 WARM_UP = 16
+# New tokens of a request of `do_tiers`.
+_ANSWER = 16
 
 # One pass of the scheduler's loop between two yields.
 Script = Generator[None, None, dict[str, Any]]
@@ -101,6 +103,8 @@ class Worker:
         self._spec, self._connection = spec, connection
         self._count = 0
         self._prompts: dict[tuple[int, int], list[list[int]]] = {}
+        # Rounds of `do_tiers` so far.
+        self._turns = 0
         from kv_canary.difftest.stress.sglang import engine, standins
 
         self._engine = engine
@@ -224,6 +228,42 @@ class Worker:
             yield
         return answer
 
+    def do_tiers(self, *, requests: int, documents: int, context: int, host: bool = False) -> Script:
+        """Serve every document once, so many at a time, in an order of the round's own, each with an end of its own.
+
+        Four fifths of a prompt are the document's, so that they may be cached, on the device or behind it.
+        """
+        self._turns += 1
+        generator = torch.Generator().manual_seed(self._turns)
+        kept = context * 4 // 5
+        waiting = [
+            [*self._drawn(documents, kept)[number], *self._tokens(generator, context - kept)]
+            for number in torch.randperm(documents, generator=generator).tolist()
+        ]
+        clock = Clock(events=self._spec.device == "cuda") if host else None
+        served: list[Any] = []
+        running: list[Any] = []
+        steps, began = 0, time.perf_counter_ns()
+        while waiting or running:
+            while waiting and len(running) < requests:
+                running += self._hand_in([waiting.pop()], [_ANSWER])
+            yield
+            steps += self._scheduler.last_batch is not None
+            served += [req for req in running if req.finished()]
+            running = [req for req in running if not req.finished()]
+        seconds = (time.perf_counter_ns() - began) / 1e9
+        answer: dict[str, Any] = {
+            "tokens_per_s": documents * (context + _ANSWER) / seconds,
+            "hit": sum(req.cached_tokens for req in served) / (documents * context),
+            "tokens_sha": _digest(sorted(list(req.output_ids) for req in served)),
+            **self._canary(),
+        }
+        if clock is not None:
+            answer |= clock.stop(steps)
+        while self._scheduler.last_batch is not None or not self._scheduler.is_fully_idle():
+            yield
+        return answer
+
     def do_host(self, *, requests: int, context: int, new: int, events: bool) -> Script:
         """Decode with a clock around the canary's calls, until requests end: what they take then is in `do_churn`."""
         clock: list[Clock] = []
@@ -299,18 +339,30 @@ class Worker:
         return Pass(ns=time.perf_counter_ns(), decodes=decodes, requests=0 if batch is None else len(batch.reqs))
 
     def _submit(self, requests: int, context: int, new: int | list[int], *, only: int | None = None) -> list[Any]:
+        prompts = self._drawn(requests, context)
+        numbers = range(requests) if only is None else [only]
+        lengths = [new if isinstance(new, int) else new[number] for number in numbers]
+        return self._hand_in([prompts[number] for number in numbers], lengths)
+
+    def _drawn(self, requests: int, context: int) -> list[list[int]]:
+        """Return prompts that are the same whenever they are asked for."""
         prompts = self._prompts.get((requests, context))
         if prompts is None:
             generator = torch.Generator().manual_seed(requests * 100003 + context)
             drawn = torch.randint(3, self._spec.vocabulary, (requests, context), generator=generator)
             prompts = self._prompts[requests, context] = drawn.tolist()
+        return prompts
+
+    def _tokens(self, generator: torch.Generator, count: int) -> list[int]:
+        tokens: list[int] = torch.randint(3, self._spec.vocabulary, (count,), generator=generator).tolist()
+        return tokens
+
+    def _hand_in(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Any]:
+        """Queue requests, each for so many new tokens."""
         messages = []
-        for number in range(requests) if only is None else [only]:
+        for prompt, length in zip(prompts, lengths, strict=True):
             self._count += 1
-            length = new if isinstance(new, int) else new[number]
-            messages.append(
-                self._engine.message(f"request {self._count}", array("q", prompts[number]), new_tokens=length)
-            )
+            messages.append(self._engine.message(f"request {self._count}", array("q", prompt), new_tokens=length))
         before = len(self._scheduler.waiting_queue)
         self._scheduler.process_input_requests(messages)
         return list(self._scheduler.waiting_queue[before:])
