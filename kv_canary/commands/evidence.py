@@ -135,7 +135,7 @@ KINDS = {
         command="kv-canary bench --peer sglang --json FILE",
     ),
     "engine": Evidence(
-        files=("h200_engine.json",), sources=RUNTIME, command="python -P -m kv_canary.bench.engine_overhead --json FILE"
+        files=("h200_engine.json",), sources=RUNTIME, command="python -P -m kv_canary.bench.engine_overhead --out FILE"
     ),
     "host": Evidence(
         files=("h200_host.json",), sources=RUNTIME, command="python -P -m kv_canary.bench.host --out FILE"
