@@ -81,8 +81,8 @@ class Row:
         stream_us: what its launches take up of the forwards' stream, likewise; what else the host does meanwhile
             counts where the stream has nothing to do.
         operations: device operations of a step that none has not, or has less of: count and microseconds.
-        rounds: of each round in turn its tokens per second, its step in milliseconds, and what the canary's own clock
-            says that a step costs its host, in microseconds, as far as they are known.
+        rounds: of each round in turn its tokens per second, its step in milliseconds, its stride, and what the canary's
+            own clock says that a step costs its host, in microseconds, as far as they are known.
         checks: what has to hold of the mode's results, and does not.
     """
 
@@ -292,7 +292,11 @@ class Measurement:
             row = Row(model=self._model, phase=phase, shape=shape, mode=mode, n=len(rates))
             row.tokens_per_s = statistics.median(rates)
             row.rounds = [
-                {name: round(a[name], 3) for name in ("tokens_per_s", "step_ms", "guard_us") if a.get(name) is not None}
+                {
+                    name: round(a[name], 3)
+                    for name in ("tokens_per_s", "step_ms", "guard_us", "stride")
+                    if a.get(name) is not None
+                }
                 for a in answers
             ]
             if ratios:
