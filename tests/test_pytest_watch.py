@@ -1,4 +1,4 @@
-"""`pytest --kv-canary` in suites of others: a test in which something is found fails, and a verdict comes last."""
+"""`pytest --kv-canary=log` in suites of others: a test in which something is found fails, and a verdict comes last."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_without_the_option_nothing_is_watched(suite: Path) -> None:
     "workers", [[], pytest.param(["-n2"], marks=pytest.mark.long)], ids=["alone", "on two workers"]
 )
 def test_a_test_in_which_something_is_found_fails_and_the_others_do_not(suite: Path, workers: list[str]) -> None:
-    found = run(suite, "--kv-canary", "-rA", *workers)
+    found = run(suite, "--kv-canary=log", "-rA", *workers)
     assert found.returncode == 1, found.stdout + found.stderr
     said = found.stdout
     assert fates(said) == {
@@ -157,7 +157,7 @@ def test_model(model, kv_canary, harm, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "option", [[], pytest.param(["--kv-canary"], marks=pytest.mark.long)], ids=["by itself", "with the option"]
+    "option", [[], pytest.param(["--kv-canary=log"], marks=pytest.mark.long)], ids=["by itself", "with the option"]
 )
 def test_a_model_is_watched_by_the_fixture(tmp_path: Path, option: list[str]) -> None:
     pytest.importorskip("transformers")

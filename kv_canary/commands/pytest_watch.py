@@ -1,4 +1,4 @@
-"""The pytest plugin that watches engines in anybody's test suite: `pytest --kv-canary`.
+"""The pytest plugin that watches engines in anybody's test suite: `pytest --kv-canary=log`.
 
 pytest finds it where kv-canary is installed. Without the option it does nothing until a test asks for the fixture
 `kv_canary`. With it, engines that find kv-canary by themselves (SGLang, vLLM) are watched in the tests and in the
@@ -33,9 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kv-canary",
         dest="kv_canary_mode",
         choices=["log", "raise"],
-        nargs="?",
-        const="log",
-        help="watch engines: log fails the test in which something is found, raise ends the engine's step too [log]",
+        help="watch engines: log fails the test in which something is found, raise ends the engine's step too",
     )
 
 

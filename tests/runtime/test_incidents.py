@@ -640,6 +640,15 @@ def test_bytes_that_change_while_the_model_runs_have_changed(engine: PagedEngine
     )
 
 
+def test_places_are_kept_up_to_so_many(engine: PagedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_canary.reports.incidents.MOST_PLACES", 3)
+    flip(engine, 2, 4, 6, 8, 10)
+    read(engine)
+    incident = only(engine)
+    assert incident.positions == ((2, 2), (4, 4), (6, 6))
+    assert "(5 violations)" in incident.sentence
+
+
 def test_a_chain_that_breaks_elsewhere_is_an_incident_of_its_own(engine: PagedEngine) -> None:
     """Behind a wrong entry it follows from that one; behind a right one, or behind another slot, it does not."""
     table, a = engine.tables["full"], engine.requests["a"]
