@@ -15,11 +15,11 @@ import threading
 import time
 import traceback
 from array import array
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -65,7 +65,7 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One pass of the scheduler's loop: when it was over, and the batch that it ran, None for none."""
+    """One pass of an engine's loop: when it was over, and the batch that it ran, None for none."""
 
     ns: int
     decodes: bool | None
@@ -74,21 +74,39 @@ class Pass:
 
 def serve(spec: Spec, connection: Connection, shared: Shared | None) -> None:
     """Make a scheduler, say so, and do what comes through `connection` until "stop"; the entry of a process."""
-    with spec.log.open("w") as log:
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
-    os.environ.update(spec.environment)
-    try:
+
+    def work() -> None:
         worker = Worker(spec, connection, shared)
         connection.send({"ready": True, **worker.memory()})
         worker.run()
+
+    in_process(work, connection, log=spec.log, environment=spec.environment)
+
+
+def in_process(
+    work: Callable[[], None], connection: Connection, *, log: Path, environment: Mapping[str, str]
+) -> NoReturn:
+    """Do the work of this process, tell what it raises, and end the process.
+
+    Args:
+        work: what is to be done.
+        connection: where an error is sent.
+        log: where the process's output goes.
+        environment: set before.
+    """
+    with log.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ.update(environment)
+    try:
+        work()
     except BaseException:
         traceback.print_exc()
         connection.send({"error": traceback.format_exc()[-3000:]})
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # SGLang's threads would keep it.
+        # An engine's threads would keep it.
         os._exit(0)
 
 
@@ -182,15 +200,15 @@ class Worker:
     def do_decode(self, *, requests: int, context: int, new: int) -> Script:
         """Decode a batch whose prompts are cached."""
         reqs, passes = yield from self._serve(requests, context, new)
-        window = _window(passes, requests)
-        took = [(b.ns - a.ns) / 1e6 for a, b in window]
-        seconds = (window[-1][1].ns - window[0][0].ns) / 1e9
+        pairs = window(passes, requests)
+        took = [(b.ns - a.ns) / 1e6 for a, b in pairs]
+        seconds = (pairs[-1][1].ns - pairs[0][0].ns) / 1e9
         return {
-            "tokens_per_s": requests * len(window) / seconds,
+            "tokens_per_s": requests * len(pairs) / seconds,
             "step_ms": statistics.median(took),
             "longest_step_ms": max(took),
-            **self._collections.within(window[0][0].ns, window[-1][1].ns),
-            "tokens_sha": _digest([list(r.output_ids) for r in reqs]),
+            **self._collections.within(pairs[0][0].ns, pairs[-1][1].ns),
+            "tokens_sha": digest([list(r.output_ids) for r in reqs]),
             **self.memory(),
             **self._canary(),
         }
@@ -255,7 +273,7 @@ class Worker:
         answer: dict[str, Any] = {
             "tokens_per_s": documents * (context + _ANSWER) / seconds,
             "hit": sum(req.cached_tokens for req in served) / (documents * context),
-            "tokens_sha": _digest(sorted(list(req.output_ids) for req in served)),
+            "tokens_sha": digest(sorted(list(req.output_ids) for req in served)),
             **self._canary(),
         }
         if clock is not None:
@@ -308,15 +326,12 @@ class Worker:
         ]
         while not (self._scheduler.last_batch is None and all(r.finished() for r in reqs)):
             yield
-        return {"kv_sums": sums, "slots_sha": _digest(slots.tolist())}
+        return {"kv_sums": sums, "slots_sha": digest(slots.tolist())}
 
     def do_status(self) -> Script:
         """Say what a canary has found; wait for what it has not said yet."""
         yield
-        session = _session()
-        if session is not None:
-            session.manager.flush()
-        return {**self._canary(), "failures": {} if session is None else dict(session.manager.guard.failures)}
+        return status_of(_session())
 
     def _serve(
         self, requests: int, context: int, new: int, each: Any = None
@@ -372,18 +387,7 @@ class Worker:
             raise RuntimeError("kv-canary: bench: the prefix cache must be flushed, got a scheduler that is not idle")
 
     def _canary(self) -> dict[str, Any]:
-        session = _session()
-        if session is None:
-            return {}
-        summary = session.manager.summary()
-        return {
-            "guard_us": None if summary.cost is None else summary.cost.host_us,
-            "stride": summary.stride,
-            "relied_on": summary.positions_relied_on,
-            "verified": summary.positions_verified,
-            "violations": summary.violations,
-            "writes": None if summary.writes is None else dataclasses.asdict(summary.writes),
-        }
+        return told_by(_session())
 
 
 def _pin(cores: Sequence[int]) -> None:
@@ -400,14 +404,38 @@ def _session() -> Any:
     return None if module is None else module._current  # type: ignore[attr-defined]
 
 
-def _window(passes: list[Pass], requests: int) -> list[tuple[Pass, Pass]]:
+def told_by(session: Any) -> dict[str, Any]:
+    """Return what the canary of an engine's session says of itself, JSON-ready; nothing where there is none."""
+    if session is None:
+        return {}
+    summary = session.manager.summary()
+    return {
+        "guard_us": None if summary.cost is None else summary.cost.host_us,
+        "stride": summary.stride,
+        "relied_on": summary.positions_relied_on,
+        "verified": summary.positions_verified,
+        "violations": summary.violations,
+        "writes": None if summary.writes is None else dataclasses.asdict(summary.writes),
+    }
+
+
+def status_of(session: Any) -> dict[str, Any]:
+    """Return the same and what has failed, once what was launched is told."""
+    if session is None:
+        return {"failures": {}}
+    session.manager.flush()
+    return {**told_by(session), "failures": dict(session.manager.guard.failures)}
+
+
+def window(passes: Sequence[Pass], requests: int) -> list[tuple[Pass, Pass]]:
     """Return each decode of the whole batch with the pass before it, less those of the warm-up and the last two."""
     whole = [(a, b) for a, b in itertools.pairwise(passes) if b.decodes and b.requests == requests]
-    window = whole[WARM_UP:-2]
-    if len(window) < 3:
+    found = whole[WARM_UP:-2]
+    if len(found) < 3:
         raise RuntimeError(f"kv-canary: bench: decode steps must be at least {WARM_UP + 5}, got {len(whole)}")
-    return window
+    return found
 
 
-def _digest(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+def digest(values: Any) -> str:
+    """Return a hash of what JSON can hold."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
