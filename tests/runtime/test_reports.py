@@ -112,17 +112,20 @@ def test_a_table_entry_of_another_request_is_called_that(engine: Engine) -> None
     assert "written by request b at step 2" in report.sentence
 
 
-def test_a_write_to_another_slot_than_the_table_names_is_a_wrong_mapping(engine: Engine) -> None:
+@pytest.mark.parametrize("maps", [True, False])
+def test_a_write_to_another_slot_than_the_table_names_is_a_wrong_mapping(engine: Engine, maps: bool) -> None:
     a, b = engine.requests["a"], engine.requests["b"]
     batch = engine.batch((b, 1))
-    own = int(batch.out_slots["full"])
+    own = f"slot {int(batch.out_slots['full'])}" if maps else "no slot"
     batch.out_slots["full"][0] = engine.tables["full"][a.row, 3]
+    if not maps:
+        engine.tables["full"][b.row, 6] = -1
     engine.run(batch)
     b.cached += 1
     overwrite = engine.found()[0]
     assert (overwrite.reasons, overwrite.slot) == (("OVERWRITE",), 4)
     assert overwrite.cause == (
-        f"the forward wrote to slot 4 where the table names slot {own}: a wrong or stale entry of the slot mapping"
+        f"the forward wrote to slot 4 where the table names {own}: a wrong or stale entry of the slot mapping"
     )
 
 
