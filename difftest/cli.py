@@ -375,6 +375,10 @@ def sanitize_launches(
         raise click.UsageError(str(error)) from error
     drawn = {op: draw_cases(op, examples=examples, seed=seed) for op in all_specs()}
     console, table = Console(), Table("tool", "calls", "kernel launches", "errors", "seconds")
+    from kv_canary.commands.evidence import digests
+
+    facts = {"device": device_name("cuda"), "versions": versions(), "commit": commit, "seed": seed, "plant": plant}
+    facts["sources"] = digests("sanitize")
     results = []
     for tool in tools or TOOLS:
         with console.status(f"{tool}: {seconds:.0f} s"):
@@ -388,14 +392,11 @@ def sanitize_launches(
             console.print(f"{tool}: the launches ended early, {result.ended}", highlight=False)
         if result.too_large:
             console.print(f"{tool}: {result.too_large} calls left out, which span more memory than is free")
+        if json_path is not None:
+            # Tool by tool: what ends the command loses those that have ended.
+            told = {**facts, "tools": [result.as_dict() for result in results]}
+            json_path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     console.print(table)
-    if json_path is not None:
-        facts = {"device": device_name("cuda"), "versions": versions(), "commit": commit, "seed": seed, "plant": plant}
-        from kv_canary.commands.evidence import digests
-
-        facts["sources"] = digests("sanitize")
-        facts["tools"] = [result.as_dict() for result in results]
-        json_path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     raise SystemExit(0 if all(result.clean for result in results) else 1)
 
 

@@ -52,6 +52,13 @@ def _names(known: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, 
     help="Requests x context x tokens of each x decode steps, as 256x1024x500x400: one ends and another comes all the "
     "time.",
 )
+@click.option(
+    "--tiers",
+    default="",
+    callback=_batches,
+    help="Requests at a time x documents x context, as 16x64x4096, and nothing else: a service whose documents are "
+    "twice what its pool holds, the others in host memory.",
+)
 @click.option("--new", type=click.IntRange(32), default=176, show_default=True, help="Tokens that a request generates.")
 @click.option("--rounds", type=click.IntRange(1), default=6, show_default=True, help="Turns of everything timed.")
 @click.option("--seconds", type=float, default=400.0, show_default=True, help="No round of a model begins after that.")
@@ -67,6 +74,7 @@ def engine(
     decode: tuple[tuple[int, int], ...],
     prefill: tuple[tuple[int, int], ...],
     churn: tuple[tuple[int, int, int, int], ...],
+    tiers: tuple[tuple[int, int, int], ...],
     new: int,
     rounds: int,
     seconds: float,
@@ -106,11 +114,18 @@ def engine(
     from kv_canary.bench.serving import run
     from kv_canary.commands.facts import facts
 
-    for name, given, parts in (("--decode", decode, 2), ("--prefill", prefill, 2), ("--churn", churn, 4)):
+    if tiers:
+        decode, prefill, churn = (), (), ()
+    for name, given, parts in (
+        ("--decode", decode, 2),
+        ("--prefill", prefill, 2),
+        ("--churn", churn, 4),
+        ("--tiers", tiers, 3),
+    ):
         if any(len(batch) != parts for batch in given):
             raise click.UsageError(f"{name}: must be {parts} numbers with x between them")
-    if len(churn) > 1:
-        raise click.UsageError("--churn: must be one")
+    if len(churn) > 1 or len(tiers) > 1:
+        raise click.UsageError(f"--{'churn' if len(churn) > 1 else 'tiers'}: must be one")
     if "none" not in modes:
         raise click.UsageError("--modes: must have none among them, which the others are held against")
     settings = run.Settings(
@@ -119,6 +134,7 @@ def engine(
         decode=decode,
         prefill=prefill,
         churn=churn[0] if churn else None,
+        tiers=tiers[0] if tiers else None,
         new=new,
         rounds=rounds,
         seconds=seconds,

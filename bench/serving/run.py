@@ -38,6 +38,8 @@ class Settings:
         models, modes: names of `MODELS` and `MODES`.
         decode, prefill: (requests, context) of each batch.
         churn: (requests, context, new tokens of each, decode steps); None: not measured.
+        tiers: (requests, documents, context) of a service whose documents are twice what its pool holds, the others in
+            host memory (HiCache); None: not measured. Where it is, nothing else is.
         new: tokens that a request of `decode` generates.
         rounds: turns of everything that is timed.
         seconds: after which no further round begins.
@@ -52,6 +54,7 @@ class Settings:
     decode: Sequence[tuple[int, int]]
     prefill: Sequence[tuple[int, int]]
     churn: tuple[int, int, int, int] | None
+    tiers: tuple[int, int, int] | None
     new: int
     rounds: int
     seconds: float
@@ -66,19 +69,20 @@ class Row:
     """One mode in one phase, against none in the same rounds.
 
     Args:
-        model, phase, shape, mode: of what; a phase is "decode", "prefill" or "churn".
+        model, phase, shape, mode: of what; a phase is "decode", "prefill", "churn" or "tiers".
         ratio, low, high: tokens per second against none of the same round: median, least and most.
         best: the fastest round of all against the fastest of none.
         n: rounds.
         tokens_per_s, step_ms: medians.
+        hit: share of the prompts' tokens that were cached, where that is part of what is measured.
         longest_step_ms, gc_longest_ms: the worst of all rounds.
         host_us: what the canary takes of the scheduler's thread: of a decode step of requests that go on, of a
             prefill's forward, of a decode step of a churn with all that comes and ends between two of them.
         stream_us: what its launches take up of the forwards' stream, likewise; what else the host does meanwhile
             counts where the stream has nothing to do.
         operations: device operations of a step that none has not, or has less of: count and microseconds.
-        rounds: of each round in turn its tokens per second, its step in milliseconds, and what the canary's own clock
-            says that a step costs its host, in microseconds, as far as they are known.
+        rounds: of each round in turn its tokens per second, its step in milliseconds, its stride, and what the canary's
+            own clock says that a step costs its host, in microseconds, as far as they are known.
         checks: what has to hold of the mode's results, and does not.
     """
 
@@ -92,6 +96,7 @@ class Row:
     best: float = 1.0
     n: int = 0
     tokens_per_s: float = 0.0
+    hit: float | None = None
     step_ms: float | None = None
     longest_step_ms: float | None = None
     gc_longest_ms: float | None = None
@@ -190,6 +195,14 @@ class Measurement:
                 found = self._rounds("churn", steps=steps, **at)
                 more = [self._rounds("churn", rounds=1, steps=steps // 2, host=True, **at)]
                 self._take("churn", "x".join(map(str, settings.churn)), found, _merged(more))
+            if settings.tiers is not None:
+                requests, documents, context = settings.tiers
+                at = {"requests": requests, "documents": documents, "context": context}
+                # Once for what is compiled, and once for what is cached.
+                self._rounds("tiers", rounds=2, **at)
+                found = self._rounds("tiers", **at)
+                more = [self._rounds("tiers", rounds=1, host=True, **at)]
+                self._take("tiers", "x".join(map(str, settings.tiers)), found, _merged(more))
             self._check(self._rounds("status", rounds=1))
         finally:
             for scheduler in self._schedulers.values():
@@ -199,24 +212,34 @@ class Measurement:
         settings, shape = self._settings, self._shape
         batches = [*settings.decode, *settings.prefill, *([settings.churn[:2]] if settings.churn else [])]
         new = max(settings.new, settings.churn[2] if settings.churn else 0)
-        slots = max(n * (context + new + 8) for n, context in batches) + 4096
-        running = max(n for n, _ in batches)
+        slots = max((n * (context + new + 8) for n, context in batches), default=0) + 4096
+        running = max((n for n, _ in batches), default=1)
         sizes = {n for n, _ in settings.decode}
+        more: dict[str, Any] = {}
+        if settings.tiers is not None:
+            running, documents, context = settings.tiers
+            slots, sizes = documents * context // 2, {max(1, running * part // _PARTS) for part in range(1, _PARTS + 1)}
+            more = _hicache(settings.device)
         if settings.churn is not None:
             sizes |= {max(1, settings.churn[0] * part // _PARTS) for part in range(1, _PARTS + 1)}
         folder = settings.out / f"model-{self._model}"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(shape.config()), encoding="utf-8")
         shared = None
-        if settings.shared and settings.device == "cuda":
+        if settings.shared and not more and settings.device == "cuda":
             shared = sharing.allocate(shape, slots=slots, lock=settings.out / "lock")
         for mode in settings.modes:
             spec = worker.Spec(
                 model=folder,
                 device=settings.device,
-                environment={**_environment(settings.device, mode), **MODES[mode].environment},
+                environment={
+                    **_environment(settings.device, mode),
+                    **({"SGLANG_ON_CPU": "hicache"} if more and settings.device == "cpu" else {}),
+                    **MODES[mode].environment,
+                },
                 arguments={
                     **_arguments(shape, settings.device, slots=slots, running=running, sizes=sorted(sizes)),
+                    **more,
                     **MODES[mode].arguments,
                 },
                 vocabulary=shape.vocabulary,
@@ -269,12 +292,17 @@ class Measurement:
             row = Row(model=self._model, phase=phase, shape=shape, mode=mode, n=len(rates))
             row.tokens_per_s = statistics.median(rates)
             row.rounds = [
-                {name: round(a[name], 3) for name in ("tokens_per_s", "step_ms", "guard_us") if a.get(name) is not None}
+                {
+                    name: round(a[name], 3)
+                    for name in ("tokens_per_s", "step_ms", "guard_us", "stride")
+                    if a.get(name) is not None
+                }
                 for a in answers
             ]
             if ratios:
                 row.ratio, row.low, row.high = statistics.median(ratios), min(ratios), max(ratios)
                 row.best = max(rates) / max(b["tokens_per_s"] for b in plain)
+            row.hit = answers[0].get("hit")
             if "step_ms" in answers[0]:
                 row.step_ms = statistics.median(a["step_ms"] for a in answers)
                 row.gc_longest_ms = max(a["gc_longest_ms"] for a in answers)
@@ -411,6 +439,18 @@ def _arguments(shape: Shape, device: str, *, slots: int, running: int, sizes: li
         "cuda_graph_bs_decode": sizes,
         "cuda_graph_backend_prefill": "disabled",
         "chunked_prefill_size": 8192,
+    }
+
+
+def _hicache(device: str) -> dict[str, Any]:
+    """Return SGLang's arguments for host memory behind the pool, with room for all that is served."""
+    return {
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 4.0,
+        "hicache_write_policy": "write_through",
+        "hicache_mem_layout": "layer_first",
+        "hicache_io_backend": "direct" if device == "cpu" else "kernel",
+        "page_size": 16,
     }
 
 

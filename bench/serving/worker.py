@@ -15,11 +15,11 @@ import threading
 import time
 import traceback
 from array import array
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -28,6 +28,8 @@ from kv_canary.bench.serving.sharing import Shared, use
 
 # Decode steps before those that are measured.
 WARM_UP = 16
+# New tokens of a request of `do_tiers`.
+_ANSWER = 16
 
 # One pass of the scheduler's loop between two yields.
 Script = Generator[None, None, dict[str, Any]]
@@ -63,7 +65,7 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One pass of the scheduler's loop: when it was over, and the batch that it ran, None for none."""
+    """One pass of an engine's loop: when it was over, and the batch that it ran, None for none."""
 
     ns: int
     decodes: bool | None
@@ -72,21 +74,39 @@ class Pass:
 
 def serve(spec: Spec, connection: Connection, shared: Shared | None) -> None:
     """Make a scheduler, say so, and do what comes through `connection` until "stop"; the entry of a process."""
-    with spec.log.open("w") as log:
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
-    os.environ.update(spec.environment)
-    try:
+
+    def work() -> None:
         worker = Worker(spec, connection, shared)
         connection.send({"ready": True, **worker.memory()})
         worker.run()
+
+    in_process(work, connection, log=spec.log, environment=spec.environment)
+
+
+def in_process(
+    work: Callable[[], None], connection: Connection, *, log: Path, environment: Mapping[str, str]
+) -> NoReturn:
+    """Do the work of this process, tell what it raises, and end the process.
+
+    Args:
+        work: what is to be done.
+        connection: where an error is sent.
+        log: where the process's output goes.
+        environment: set before.
+    """
+    with log.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ.update(environment)
+    try:
+        work()
     except BaseException:
         traceback.print_exc()
         connection.send({"error": traceback.format_exc()[-3000:]})
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # SGLang's threads would keep it.
+        # An engine's threads would keep it.
         os._exit(0)
 
 
@@ -101,6 +121,8 @@ class Worker:
         self._spec, self._connection = spec, connection
         self._count = 0
         self._prompts: dict[tuple[int, int], list[list[int]]] = {}
+        # Rounds of `do_tiers` so far.
+        self._turns = 0
         from kv_canary.difftest.stress.sglang import engine, standins
 
         self._engine = engine
@@ -178,15 +200,15 @@ class Worker:
     def do_decode(self, *, requests: int, context: int, new: int) -> Script:
         """Decode a batch whose prompts are cached."""
         reqs, passes = yield from self._serve(requests, context, new)
-        window = _window(passes, requests)
-        took = [(b.ns - a.ns) / 1e6 for a, b in window]
-        seconds = (window[-1][1].ns - window[0][0].ns) / 1e9
+        pairs = window(passes, requests)
+        took = [(b.ns - a.ns) / 1e6 for a, b in pairs]
+        seconds = (pairs[-1][1].ns - pairs[0][0].ns) / 1e9
         return {
-            "tokens_per_s": requests * len(window) / seconds,
+            "tokens_per_s": requests * len(pairs) / seconds,
             "step_ms": statistics.median(took),
             "longest_step_ms": max(took),
-            **self._collections.within(window[0][0].ns, window[-1][1].ns),
-            "tokens_sha": _digest([list(r.output_ids) for r in reqs]),
+            **self._collections.within(pairs[0][0].ns, pairs[-1][1].ns),
+            "tokens_sha": digest([list(r.output_ids) for r in reqs]),
             **self.memory(),
             **self._canary(),
         }
@@ -220,6 +242,42 @@ class Worker:
         from sglang.srt.managers.io_struct import AbortReq
 
         self._scheduler.process_input_requests([AbortReq(rid="", abort_all=True)])
+        while self._scheduler.last_batch is not None or not self._scheduler.is_fully_idle():
+            yield
+        return answer
+
+    def do_tiers(self, *, requests: int, documents: int, context: int, host: bool = False) -> Script:
+        """Serve every document once, so many at a time, in an order of the round's own, each with an end of its own.
+
+        Four fifths of a prompt are the document's, so that they may be cached, on the device or behind it.
+        """
+        self._turns += 1
+        generator = torch.Generator().manual_seed(self._turns)
+        kept = context * 4 // 5
+        waiting = [
+            [*self._drawn(documents, kept)[number], *self._tokens(generator, context - kept)]
+            for number in torch.randperm(documents, generator=generator).tolist()
+        ]
+        clock = Clock(events=self._spec.device == "cuda") if host else None
+        served: list[Any] = []
+        running: list[Any] = []
+        steps, began = 0, time.perf_counter_ns()
+        while waiting or running:
+            while waiting and len(running) < requests:
+                running += self._hand_in([waiting.pop()], [_ANSWER])
+            yield
+            steps += self._scheduler.last_batch is not None
+            served += [req for req in running if req.finished()]
+            running = [req for req in running if not req.finished()]
+        seconds = (time.perf_counter_ns() - began) / 1e9
+        answer: dict[str, Any] = {
+            "tokens_per_s": documents * (context + _ANSWER) / seconds,
+            "hit": sum(req.cached_tokens for req in served) / (documents * context),
+            "tokens_sha": digest(sorted(list(req.output_ids) for req in served)),
+            **self._canary(),
+        }
+        if clock is not None:
+            answer |= clock.stop(steps)
         while self._scheduler.last_batch is not None or not self._scheduler.is_fully_idle():
             yield
         return answer
@@ -268,15 +326,12 @@ class Worker:
         ]
         while not (self._scheduler.last_batch is None and all(r.finished() for r in reqs)):
             yield
-        return {"kv_sums": sums, "slots_sha": _digest(slots.tolist())}
+        return {"kv_sums": sums, "slots_sha": digest(slots.tolist())}
 
     def do_status(self) -> Script:
         """Say what a canary has found; wait for what it has not said yet."""
         yield
-        session = _session()
-        if session is not None:
-            session.manager.flush()
-        return {**self._canary(), "failures": {} if session is None else dict(session.manager.guard.failures)}
+        return status_of(_session())
 
     def _serve(
         self, requests: int, context: int, new: int, each: Any = None
@@ -299,18 +354,30 @@ class Worker:
         return Pass(ns=time.perf_counter_ns(), decodes=decodes, requests=0 if batch is None else len(batch.reqs))
 
     def _submit(self, requests: int, context: int, new: int | list[int], *, only: int | None = None) -> list[Any]:
+        prompts = self._drawn(requests, context)
+        numbers = range(requests) if only is None else [only]
+        lengths = [new if isinstance(new, int) else new[number] for number in numbers]
+        return self._hand_in([prompts[number] for number in numbers], lengths)
+
+    def _drawn(self, requests: int, context: int) -> list[list[int]]:
+        """Return prompts that are the same whenever they are asked for."""
         prompts = self._prompts.get((requests, context))
         if prompts is None:
             generator = torch.Generator().manual_seed(requests * 100003 + context)
             drawn = torch.randint(3, self._spec.vocabulary, (requests, context), generator=generator)
             prompts = self._prompts[requests, context] = drawn.tolist()
+        return prompts
+
+    def _tokens(self, generator: torch.Generator, count: int) -> list[int]:
+        tokens: list[int] = torch.randint(3, self._spec.vocabulary, (count,), generator=generator).tolist()
+        return tokens
+
+    def _hand_in(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Any]:
+        """Queue requests, each for so many new tokens."""
         messages = []
-        for number in range(requests) if only is None else [only]:
+        for prompt, length in zip(prompts, lengths, strict=True):
             self._count += 1
-            length = new if isinstance(new, int) else new[number]
-            messages.append(
-                self._engine.message(f"request {self._count}", array("q", prompts[number]), new_tokens=length)
-            )
+            messages.append(self._engine.message(f"request {self._count}", array("q", prompt), new_tokens=length))
         before = len(self._scheduler.waiting_queue)
         self._scheduler.process_input_requests(messages)
         return list(self._scheduler.waiting_queue[before:])
@@ -320,18 +387,7 @@ class Worker:
             raise RuntimeError("kv-canary: bench: the prefix cache must be flushed, got a scheduler that is not idle")
 
     def _canary(self) -> dict[str, Any]:
-        session = _session()
-        if session is None:
-            return {}
-        summary = session.manager.summary()
-        return {
-            "guard_us": None if summary.cost is None else summary.cost.host_us,
-            "stride": summary.stride,
-            "relied_on": summary.positions_relied_on,
-            "verified": summary.positions_verified,
-            "violations": summary.violations,
-            "writes": None if summary.writes is None else dataclasses.asdict(summary.writes),
-        }
+        return told_by(_session())
 
 
 def _pin(cores: Sequence[int]) -> None:
@@ -348,14 +404,38 @@ def _session() -> Any:
     return None if module is None else module._current  # type: ignore[attr-defined]
 
 
-def _window(passes: list[Pass], requests: int) -> list[tuple[Pass, Pass]]:
+def told_by(session: Any) -> dict[str, Any]:
+    """Return what the canary of an engine's session says of itself, JSON-ready; nothing where there is none."""
+    if session is None:
+        return {}
+    summary = session.manager.summary()
+    return {
+        "guard_us": None if summary.cost is None else summary.cost.host_us,
+        "stride": summary.stride,
+        "relied_on": summary.positions_relied_on,
+        "verified": summary.positions_verified,
+        "violations": summary.violations,
+        "writes": None if summary.writes is None else dataclasses.asdict(summary.writes),
+    }
+
+
+def status_of(session: Any) -> dict[str, Any]:
+    """Return the same and what has failed, once what was launched is told."""
+    if session is None:
+        return {"failures": {}}
+    session.manager.flush()
+    return {**told_by(session), "failures": dict(session.manager.guard.failures)}
+
+
+def window(passes: Sequence[Pass], requests: int) -> list[tuple[Pass, Pass]]:
     """Return each decode of the whole batch with the pass before it, less those of the warm-up and the last two."""
     whole = [(a, b) for a, b in itertools.pairwise(passes) if b.decodes and b.requests == requests]
-    window = whole[WARM_UP:-2]
-    if len(window) < 3:
+    found = whole[WARM_UP:-2]
+    if len(found) < 3:
         raise RuntimeError(f"kv-canary: bench: decode steps must be at least {WARM_UP + 5}, got {len(whole)}")
-    return window
+    return found
 
 
-def _digest(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+def digest(values: Any) -> str:
+    """Return a hash of what JSON can hold."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import hashlib
-import json
-import os
 import statistics
-import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -20,9 +15,10 @@ from typing import Any
 import torch
 
 from kv_canary.bench.serving.clocks import Clock, Collections, DeviceOperations
+from kv_canary.bench.serving.worker import WARM_UP, Pass, digest, in_process, status_of, told_by, window
 
-# Decode steps before those that are measured.
-WARM_UP = 16
+# A step that has scheduled nothing.
+_NOTHING = Pass(ns=0, decodes=None, requests=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,62 +44,29 @@ class Spec:
     frozen: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One step of the engine: when it was over, and what it scheduled.
-
-    Args:
-        ns: of a clock.
-        requests: that were scheduled.
-        decodes: whether each of them was scheduled for one token behind its prompt.
-    """
-
-    ns: int
-    requests: int = 0
-    decodes: bool = False
-
-
 @dataclass(kw_only=True)
 class _Served:
     """What a batch has come to.
 
     Args:
-        steps: the first is before anything ran.
-        tokens: of each request, by its name.
+        passes: of the engine's loop; the first is before anything ran.
+        tokens: of each request, by its number.
     """
 
-    steps: list[Step]
+    passes: list[Pass]
     tokens: dict[str, list[int]] = field(default_factory=dict)
-
-    def window(self, requests: int) -> list[tuple[Step, Step]]:
-        """Return each decode of the whole batch with the step before it, less the warm-up and the last two."""
-        pairs = zip(self.steps, self.steps[1:], strict=False)
-        whole = [(a, b) for a, b in pairs if b.decodes and b.requests == requests]
-        window = whole[WARM_UP:-2]
-        if len(window) < 3:
-            raise RuntimeError(f"kv-canary: bench: decode steps must be at least {WARM_UP + 5}, got {len(whole)}")
-        return window
 
 
 def serve(spec: Spec, connection: Connection) -> None:
     """Make an engine, say so, and do what comes through `connection` until "stop"; the entry of a process."""
-    with spec.log.open("w") as log:
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
-    os.environ.update(spec.environment)
-    try:
+
+    def work() -> None:
         worker = Worker(spec)
         connection.send({"ready": True})
         while (command := connection.recv())["do"] != "stop":
             connection.send(getattr(worker, f"do_{command.pop('do')}")(**command))
-    except BaseException:
-        traceback.print_exc()
-        connection.send({"error": traceback.format_exc()[-3000:]})
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # vLLM's threads would keep it.
-        os._exit(0)
+
+    in_process(work, connection, log=spec.log, environment=spec.environment)
 
 
 class Worker:
@@ -130,7 +93,7 @@ class Worker:
             }
             self._engine = Engine(str(spec.model), canary=settings if has_canary else None, **spec.arguments)
         self._llm = self._engine.llm.llm_engine
-        self._scheduled = Step(ns=0)
+        self._scheduled = _NOTHING
         self._watch_schedule()
         self._collections = Collections()
 
@@ -150,9 +113,9 @@ class Worker:
         seen = DeviceOperations() if operations else None
         clock = Clock(events=False) if host else None
         served = self._serve(requests, context, 1)
-        seconds = (served.steps[-1].ns - served.steps[0].ns) / 1e9
+        seconds = (served.passes[-1].ns - served.passes[0].ns) / 1e9
         answer: dict[str, Any] = {"tokens_per_s": requests * context / seconds}
-        forwards = sum(bool(step.requests) for step in served.steps)
+        forwards = sum(bool(step.requests) for step in served.passes)
         if seen is not None:
             answer["operations"] = seen.stop(forwards)
         if clock is not None:
@@ -168,20 +131,20 @@ class Worker:
         served = self._serve(requests, context, 6)
         caches = self._engine.worker.model_runner.kv_caches
         sums = [int(cache.reshape(-1).view(torch.uint8).sum(dtype=torch.int64)) for cache in (caches[0], caches[-1])]
-        return {"kv_sums": sums, "tokens_sha": _digest(served.tokens)}
+        return {"kv_sums": sums, "tokens_sha": digest(served.tokens)}
 
     def do_decode(self, *, requests: int, context: int, new: int) -> dict[str, Any]:
         """Decode a batch whose prompts are cached."""
         served = self._serve(requests, context, new)
-        window = served.window(requests)
-        took = [(b.ns - a.ns) / 1e6 for a, b in window]
-        first, last = window[0][0].ns, window[-1][1].ns
+        pairs = window(served.passes, requests)
+        took = [(b.ns - a.ns) / 1e6 for a, b in pairs]
+        first, last = pairs[0][0].ns, pairs[-1][1].ns
         return {
-            "tokens_per_s": requests * len(window) / ((last - first) / 1e9),
+            "tokens_per_s": requests * len(pairs) / ((last - first) / 1e9),
             "step_ms": statistics.median(took),
             "longest_step_ms": max(took),
             **self._collections.within(first, last),
-            "tokens_sha": _digest(served.tokens),
+            "tokens_sha": digest(served.tokens),
             **self._canary(),
         }
 
@@ -197,13 +160,13 @@ class Worker:
         """Decode while requests end and others come: so many always run, each for `new` tokens, their ends spread."""
         numbers = {self._submit(requests, context, i, 1 + i * new // requests): i for i in range(requests)}
         clock: Clock | None = None
-        seen: list[Step] = []
+        seen: list[Pass] = []
         arrived = decoded = 0
         while decoded < steps + WARM_UP:
             if host and clock is None and decoded == WARM_UP:
                 clock = Clock(events=False)
             seen.append(self._step())
-            decoded += seen[-1].decodes
+            decoded += seen[-1].decodes is True
             for name in [name for name in numbers if name in self._engine.outputs]:
                 del self._engine.outputs[name]
                 i = numbers.pop(name)
@@ -229,11 +192,7 @@ class Worker:
 
     def do_status(self) -> dict[str, Any]:
         """Say what a canary has found; wait for what it has not said yet."""
-        session = self._session()
-        if session is None:
-            return {}
-        session.manager.flush()
-        return {**self._canary(), "failures": dict(session.manager.guard.failures)}
+        return status_of(self._session())
 
     def _decoding(self, requests: int, context: int, new: int, make: Callable[[], Any]) -> dict[str, Any]:
         """Decode with an instrument from the end of the warm-up on, and return what it says of a step."""
@@ -254,10 +213,10 @@ class Worker:
     ) -> _Served:
         """Serve requests to their end; `each` is called behind every decode step."""
         names = [self._submit(requests, context, number, new) for number in range(requests)]
-        served, decoded = _Served(steps=[Step(ns=time.perf_counter_ns())]), 0
+        served, decoded = _Served(passes=[dataclasses.replace(_NOTHING, ns=time.perf_counter_ns())]), 0
         while self._engine.unfinished:
-            served.steps.append(self._step())
-            if served.steps[-1].decodes:
+            served.passes.append(self._step())
+            if served.passes[-1].decodes:
                 decoded += 1
                 each(decoded)
         # vLLM names requests anew; what they are called here is the same in every mode.
@@ -265,9 +224,9 @@ class Worker:
         self._engine.outputs.clear()
         return served
 
-    def _step(self) -> Step:
+    def _step(self) -> Pass:
         """Run one step of the engine."""
-        self._scheduled = Step(ns=0)
+        self._scheduled = _NOTHING
         self._engine.step()
         return dataclasses.replace(self._scheduled, ns=time.perf_counter_ns())
 
@@ -279,7 +238,7 @@ class Worker:
             output = schedule(*args, **keywords)
             tokens = output.num_scheduled_tokens
             decodes = bool(tokens) and not output.scheduled_new_reqs and set(tokens.values()) == {1}
-            self._scheduled = Step(ns=0, requests=len(tokens), decodes=decodes)
+            self._scheduled = Pass(ns=0, requests=len(tokens), decodes=decodes)
             return output
 
         self._engine.scheduler.schedule = watched
@@ -298,19 +257,4 @@ class Worker:
         return self._engine.session
 
     def _canary(self) -> dict[str, Any]:
-        session = self._session()
-        if session is None:
-            return {}
-        summary = session.manager.summary()
-        return {
-            "guard_us": None if summary.cost is None else summary.cost.host_us,
-            "stride": summary.stride,
-            "relied_on": summary.positions_relied_on,
-            "verified": summary.positions_verified,
-            "violations": summary.violations,
-            "writes": None if summary.writes is None else dataclasses.asdict(summary.writes),
-        }
-
-
-def _digest(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+        return told_by(self._session())

@@ -30,6 +30,7 @@ WRONG_ENTRY = (
 )
 # Who owns a slot is at odds: two do, or nobody.
 TWO_OWNERS = ("two owners", "reused while in use")
+WRONG_MAPPING = ("entry of the slot mapping",)
 FREED = ("use after free",)
 # A forward wrote something else than it was given.
 WRITTEN_WRONG = ("is not what the model handed over",)

@@ -148,6 +148,7 @@ def run(
     json_path: Path | None,
     commit: str | None,
     kind: str,
+    device: str = "cpu",
 ) -> None:
     """Run a campaign for a command, and show what came of it; end with exit code 0, or 1 where a row is objected to.
 
@@ -158,6 +159,7 @@ def run(
         belongs: says whether a fault is one of a setting's.
         lives, chosen, where, seed, json_path, commit: what `options` has taken.
         kind: of evidence, as `kv-canary evidence` calls it.
+        device: where the engines are.
     """
     from rich.console import Console
     from rich.table import Table
@@ -198,7 +200,7 @@ def run(
     for text in wrong:
         console.print(text, style="bold red", highlight=False)
     if json_path is not None:
-        shared = facts("cpu", kind=kind, commit=commit)
+        shared = facts(device, kind=kind, commit=commit)
         shared["versions"][engine] = installed(engine)
         json_path.write_text(json.dumps([{**row, **shared} for row in rows], indent=1) + "\n", encoding="utf-8")
     raise SystemExit(1 if wrong else 0)

@@ -169,9 +169,9 @@ KINDS = {
         command="kv-canary stress sglang --json FILE",
     ),
     "tiers": Evidence(
-        files=("tiers_detection.json",),
+        files=("tiers_detection.json", "h200_tiers.json"),
         sources=SGLANG,
-        command="kv-canary stress sglang-tiers --json bench/results/tiers_detection.json",
+        command="kv-canary stress sglang-tiers --json bench/results/tiers_detection.json; on a GPU: --device cuda",
     ),
     "vllm_tiers": Evidence(
         files=("vllm_tiers_detection.json",),

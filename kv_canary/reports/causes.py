@@ -34,20 +34,24 @@ class Facts:
     Args:
         wrote: (step, owner, position) -> whether a forward of that step wrote it.
         came: (row) -> the step behind which what lies in its slot came from elsewhere.
-        freed: (step, owner) -> whether the owner freed any slot in that step.
+        freed: (step, owner) -> whether the owner freed any slot in that step, or was handed one in use.
+        handed_out: (step, owner) -> whether the owner was handed slots in use in that step, and freed none.
         whole: (step) -> whether it verified all that its requests had in the cache.
         token: (row) -> the request's own token of its position, as the engine has it now.
         lost: (row) -> the record that lay in its slot, where another lies by now, or none.
         own: (row) -> the last step behind which its request's position was seen to be the request's own.
+        named: (row) -> the slot that the table of its request names for its position, BAD_SLOT for none.
     """
 
     wrote: Callable[[int, int, int], bool | None] = lambda step, owner, position: None
     came: Callable[[ViolationRow], int | None] = lambda row: None
     freed: Callable[[int, int], bool | None] = lambda step, owner: None
+    handed_out: Callable[[int, int], bool] = lambda step, owner: False
     whole: Callable[[int], bool | None] = lambda step: None
     token: Callable[[ViolationRow], int | None] = lambda row: None
     lost: Callable[[ViolationRow], Lost | None] = lambda row: None
     own: Callable[[ViolationRow], int | None] = lambda row: None
+    named: Callable[[ViolationRow], int | None] = lambda row: None
 
 
 class EarlyFree(NamedTuple):
@@ -126,6 +130,12 @@ def cause_of_one(
     if Reason.WRITE_TOKEN in reasons:
         return "the forward was given another token than the one that was sampled"
     if Reason.OVERWRITE in reasons:
+        if (named := facts.named(row)) not in (None, row.slot):
+            other = "no slot" if named == BAD_SLOT else f"slot {named}"
+            return (
+                f"the forward wrote to slot {row.slot} where the table names {other}: a wrong or stale entry of the "
+                "slot mapping"
+            )
         return "two owners: the slot was handed out while another request still used it"
     if Reason.UNMAPPED in reasons:
         if group.lut is not None:
@@ -138,6 +148,8 @@ def cause_of_one(
     if Reason.FREED in reasons:
         if _was_freed_as_another(row):
             return _never_filled("there")
+        if facts.handed_out(row.writer_step, row.writer_owner):
+            return "two owners: the slot was handed out while a request still reads it"
         return "use after free: the slot was freed while a request still reads it"
     if record is None:
         return "unknown"
@@ -466,14 +478,27 @@ def _freed_cause(members: Sequence[Member], around: Circumstances, pages: _Pages
     if len(freed) == len(members) and all(_was_freed_as_another(m.first) for m in freed):
         return _never_filled(f"to any of {pages.text if pages.whole else f'{len(members)} slots'}")
     what = pages.text if pages.whole else f"{len(members)} slots"
-    by = _name(freed[0].writer, around)
-    steps = _span([m.writer_step for m in freed])
-    text = f"use after free: {what} freed{f' by {by}' if by else ''} at step {steps} while a request still reads there"
+    text = _given_away(what, freed[0].writer, [m.writer_step for m in freed], around)
     taken = [m for m in members if Reason.FREED not in m.reasons]
     if taken:
         takers = dict.fromkeys(_name(m.writer, around) or "somebody" for m in taken)
         text += f"; {', '.join(takers)} has written to {len(taken)} of these slots since"
     return text
+
+
+def _given_away(what: str, owner: int, steps: Sequence[int], around: Circumstances) -> str:
+    """Say that slots which a request still reads were freed, and by whom, or handed out, and to whom.
+
+    Args:
+        what: the slots.
+        owner: who is stamped on them.
+        steps: at which.
+        around: what else is known.
+    """
+    by, when = _name(owner, around), f"at step {_span(steps)} while a request still reads there"
+    if all(around.facts.handed_out(step, owner) for step in steps):
+        return f"two owners: {what} handed out to {by} {when}"
+    return f"use after free: {what} freed{f' by {by}' if by else ''} {when}"
 
 
 def _name(owner: int, around: Circumstances) -> str:
@@ -490,12 +515,11 @@ def _handed_on(members: Sequence[Member], first: ViolationReport, around: Circum
     steps = [m.writer_step for m in members]
     if record.request_id == first.request_id is not None or min(steps) < min(freed.steps):
         return None
-    what, by = pages.text if pages.whole else _counted(members), _name(freed.owner, around)
+    what = pages.text if pages.whole else _counted(members)
     takers = dict.fromkeys(_name(m.writer, around) or "somebody" for m in members)
     return (
-        f"use after free: {what} freed{f' by {by}' if by else ''} at step {_span(freed.steps)} while a request still "
-        f"reads there (incident {freed.incident}), and handed on: {', '.join(takers)} has written there at step "
-        f"{_span(steps)}"
+        f"{_given_away(what, freed.owner, freed.steps, around)} (incident {freed.incident}), and handed on: "
+        f"{', '.join(takers)} has written there at step {_span(steps)}"
     )
 
 

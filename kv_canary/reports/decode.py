@@ -113,16 +113,18 @@ class Decoder:
 
     def record(self, identity: int, chain: int, kv: int, writer: int) -> StoredRecord:
         """Return the record of these four words."""
-        owner = writer & OWNER_MASK
+        owner, step = writer & OWNER_MASK, ((writer & MASK64) >> OWNER_BITS) & STEP_MASK
+        retired = bool((writer & MASK64) >> 63)
         return StoredRecord(
             token=identity & 0xFFFFFFFF,
             position=(identity & MASK64) >> 32,
             chain=chain & MASK64,
             kv=kv & MASK64,
             owner=owner,
-            step=((writer & MASK64) >> OWNER_BITS) & STEP_MASK,
-            retired=bool((writer & MASK64) >> 63),
+            step=step,
+            retired=retired,
             request_id=self.name_of_owner(owner) if owner else None,
+            handed_out=retired and self.facts.handed_out(step, owner),
         )
 
 
@@ -219,7 +221,7 @@ def details(report: Mapping[str, Any], writing: bool) -> str:
             return f"{text}: {by} writes there in the same step."
         return text + (f", over a record of {by} (step {record.step})." if record.owner else ".")
     how = "freed" if record.retired else "written"
-    how = how if is_nobodys(record) else f"{how} by {by}"
+    how = how if is_nobodys(record) else f"handed out to {by}" if record.handed_out else f"{how} by {by}"
     if set(report["reasons"]) <= {r.name for r in SEALS}:
         text += f" The slot holds token {record.token} of position {record.position}"
         text += f", written by {by} at step {record.step}; its bytes were sealed then"

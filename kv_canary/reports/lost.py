@@ -118,6 +118,20 @@ class LostRecords:
             return None
         return Lost(step=step, as_sealed=as_sealed)
 
+    def named(self, row: ViolationRow) -> int | None:
+        """Return the slot that the table of a violation's request names for its position; BAD_SLOT: it names none.
+
+        None where the row of the table may be another request's by now, or is not known.
+        """
+        found, newest = self._steps.latest(row.step, row.row), self._steps.newest
+        if found is None or newest is None or found[0].number != newest.number:
+            return None
+        group, (step, request) = self._group_of(row), found
+        table = step.tables.get(group.name)
+        if table is None or not 0 <= request.row_in_tables < table.shape[0]:
+            return None
+        return slots_of(group, table, request.row_in_tables, row.position, row.position + 1)[0]
+
     def _place(self, row: ViolationRow) -> _Place | None:
         """Return the slot with what lies beside it; None where the tables do not name it, or nothing bears witness."""
         found, then = self._steps.latest(row.step, row.row), self._steps.request(row.step, row.row)

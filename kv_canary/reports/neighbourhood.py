@@ -31,11 +31,12 @@ class Neighbour:
         slot: where the table says it lies; BAD_SLOT where it names none.
         token, stored_position: in the record; None where there is none to read.
         expected_token: the request's own, where it is known.
-        writer: who wrote the record, or freed the slot, by name; None where that is forgotten.
+        writer: who wrote the record, freed the slot or was handed it, by name; None where that is forgotten.
         owner: likewise, by number; 0 for none.
         step: when.
         retired: whether the slot was freed.
         verdict: reasons, or LEFT_WINDOW; none: all is well.
+        handed_out: whether nobody freed the slot: the writer was handed it while another request had it.
     """
 
     position: int
@@ -48,6 +49,7 @@ class Neighbour:
     step: int
     retired: bool
     verdict: tuple[str, ...]
+    handed_out: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +80,13 @@ class SlotReader:
         backend: who verifies.
         track_lifetime: whether freed slots are reported.
         name_of_owner: owner number -> request.
+        handed_out: (step, owner) -> whether the owner was handed slots in use in that step.
     """
 
     backend: str
     track_lifetime: bool
     name_of_owner: Callable[[int], str | None]
+    handed_out: Callable[[int, int], bool]
 
     def positions(
         self, group: BufferGroup, tag: Tag, table: torch.Tensor, request: ForwardRequest, *, within: range, written: int
@@ -180,6 +184,7 @@ class SlotReader:
 
     def _neighbour(self, position: int, slot: int, expected: int, words: Sequence[int], reasons: Reason) -> Neighbour:
         owner, written = words[3] & OWNER_MASK, any(words)
+        step, retired = (words[3] >> OWNER_BITS) & STEP_MASK, words[3] < 0
         return Neighbour(
             position=position,
             slot=slot,
@@ -188,9 +193,10 @@ class SlotReader:
             expected_token=expected if expected >= 0 else None,
             writer=self.name_of_owner(owner) if owner else None,
             owner=owner,
-            step=(words[3] >> OWNER_BITS) & STEP_MASK,
-            retired=words[3] < 0,
+            step=step,
+            retired=retired,
             verdict=tuple(r.name or str(r) for r in Reason if r in reasons),
+            handed_out=retired and self.handed_out(step, owner),
         )
 
 

@@ -248,6 +248,8 @@ def _tip(row: Neighbour) -> str:
 
 def _writer(row: Neighbour) -> str:
     by = row.writer or (f"owner {row.owner}" if row.owner else "")
+    if row.handed_out:
+        return f"handed out to {by}"
     if row.retired:
         return f"freed by {by}" if by else "freed"
     return by or "unknown"

@@ -8,7 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRecord:
-    """A slot record as read, or as it was about to be stored."""
+    """A slot record as read, or as it was about to be stored.
+
+    One that is `retired` names who freed its slot, or, where it was `handed_out`, who was handed it while another
+    request had it.
+    """
 
     token: int
     position: int
@@ -18,6 +22,7 @@ class StoredRecord:
     step: int
     retired: bool
     request_id: str | None
+    handed_out: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -223,6 +223,7 @@ class IncidentReporter:
             backend=select_backend(self._config.backend, group.pool.records.device),
             track_lifetime=self._config.track_lifetime,
             name_of_owner=self._decoder.name_of_owner,
+            handed_out=self._decoder.facts.handed_out,
         )
         if not first.row:
             rows = looker.slots(group, tag, within=range(first.slot - side, first.slot + side + 1))

@@ -64,7 +64,7 @@ def cells(row: Neighbour) -> list[str]:
     written = row.token is not None
     return [
         *("" if n is None else str(n) for n in numbers),
-        f"{by} (freed)" if row.retired else by,
+        f"{by} (handed out)" if row.handed_out else f"{by} (freed)" if row.retired else by,
         str(row.step) if written else "",
         " + ".join(row.verdict) or "ok",
     ]

@@ -99,10 +99,12 @@ class Accounts:
                 wrote=self._steps.wrote,
                 came=self._came,
                 freed=lambda step, owner: frees.any_by(owner, step),
+                handed_out=lambda step, owner: frees.handed_out(owner, step),
                 whole=self._was_whole,
                 token=self._own_token,
                 lost=lambda row: self._held("looking for a record that is lost", self._lost.find, row),
                 own=self._own_step,
+                named=lambda row: self._held("asking which slot a table names", self._lost.named, row),
             ),
         )
         self._lost = LostRecords(self._steps, group_of=self._decoder.group_of, came=self._came)

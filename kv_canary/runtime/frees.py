@@ -1,4 +1,4 @@
-"""The frees whose steps may still be asked about: who has given slots back, and when."""
+"""The frees whose steps may still be asked about: who has given slots back, or was handed them, and when."""
 
 from __future__ import annotations
 
@@ -11,19 +11,29 @@ _MOST_STEPS = 64
 
 
 class Frees:
-    """The steps in which slots were freed, with who did it; frees by nobody in particular are left out."""
+    """The steps in which slots were freed, with who did it, and in which slots in use were handed out, with to whom.
+
+    Frees by nobody in particular are left out.
+    """
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[int, set[int]]] = deque(maxlen=_MOST_STEPS)
+        # (step, who freed, who was handed slots).
+        self._steps: deque[tuple[int, set[int], set[int]]] = deque(maxlen=_MOST_STEPS)
 
-    def note(self, step: int, owner: int) -> None:
-        """Take in that slots were freed by `owner` behind a step; 0: nobody says by whom."""
+    def note(self, step: int, owner: int, *, handed_out: bool = False) -> None:
+        """Take in that slots were freed by `owner` behind a step, or handed out to it; 0: nobody says by whom."""
         if not owner:
             return
         if not self._steps or self._steps[-1][0] != step:
-            self._steps.append((step, set()))
-        self._steps[-1][1].add(owner & OWNER_MASK)
+            self._steps.append((step, set(), set()))
+        self._steps[-1][2 if handed_out else 1].add(owner & OWNER_MASK)
 
     def any_by(self, owner: int, step: int) -> bool:
-        """Whether an owner has freed slots in a step, one of those that are remembered."""
-        return any(owner & OWNER_MASK in owners for number, owners in self._steps if number == step)
+        """Whether an owner has freed slots in a step, one of those that are remembered, or was handed some."""
+        own = owner & OWNER_MASK
+        return any(own in freed or own in handed for number, freed, handed in self._steps if number == step)
+
+    def handed_out(self, owner: int, step: int) -> bool:
+        """Whether an owner was handed slots in use in a step, one of those that are remembered, and freed none."""
+        own = owner & OWNER_MASK
+        return any(own in handed and own not in freed for number, freed, handed in self._steps if number == step)

@@ -305,15 +305,21 @@ class CanaryManager:
             took = time.monotonic() - began
             logger.info("kv-canary: kernels for %d sizes of forwards are compiled, in %.1f s", sizes, took)
 
-    def retire(self, pool: KvPool, slots: torch.Tensor, *, owner: int = 0) -> None:
+    def retire(self, pool: KvPool, slots: torch.Tensor, *, owner: int = 0, handed_out: bool = False) -> None:
         """Mark int64 `slots` of `pool` as freed: their content can be reached no more.
 
         To be called on the stream of the forwards, behind every forward that was prepared before the slots were freed.
+
+        Args:
+            pool: whose slots they are.
+            slots: that were freed.
+            owner: who has freed them; 0: nobody in particular.
+            handed_out: whether nobody has: `owner` was handed them while another request had them.
         """
         if self.is_off or not self.config.track_lifetime or not len(slots):
             return
         with self.guard.contain("taking in what was freed") as part:
-            self.context.frees.note(self.step, owner)
+            self.context.frees.note(self.step, owner, handed_out=handed_out)
             slots = slots.to(self.device)
             self._retirement.retire(pool, slots, owner=owner)
             self.unverified.freed(pool, slots)

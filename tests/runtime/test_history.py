@@ -76,3 +76,16 @@ def test_who_has_freed_slots_is_remembered_for_as_long_as_what_was_written() -> 
         True,
         False,
     ]
+
+
+def test_who_is_handed_slots_in_use_is_told_from_who_frees() -> None:
+    frees = Frees()
+    frees.note(3, 7, handed_out=True)
+    frees.note(3, 8)
+    frees.note(4, 7)
+    frees.note(4, 7, handed_out=True)
+    assert [frees.handed_out(owner, 3) for owner in (7, 8, 0)] == [True, False, False]
+    assert frees.handed_out(7 + (1 << 24), 3)
+    # One that has freed slots in the step as well may have freed those.
+    assert not frees.handed_out(7, 4)
+    assert [frees.any_by(7, step) for step in (3, 4, 5)] == [True, True, False]

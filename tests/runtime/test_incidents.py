@@ -474,6 +474,20 @@ def test_freed_pages_are_a_use_after_free_of_pages(engine: PagedEngine) -> None:
     assert incident.writer == "request b"
 
 
+def test_pages_that_another_request_is_handed_have_two_owners_and_were_freed_by_nobody(engine: PagedEngine) -> None:
+    a, b = engine.requests["a"], engine.requests["b"]
+    slots = engine.tables["full"][a.row, 4:12].long()
+    engine.manager.retire(engine.groups[0].pool, slots, owner=b.owner, handed_out=True)
+    read(engine)
+    incident = only(engine)
+    assert incident.cause == (
+        "two owners: 2 whole pages handed out to request b at step 2 while a request still reads there"
+    )
+    sentence = engine.found()[0].sentence
+    assert "handed out to request b at step 2" in sentence
+    assert "freed" not in sentence
+
+
 @pytest.mark.parametrize("owner", ["b", ""])
 def test_a_page_that_is_freed_too_early_and_taken_slot_by_slot_is_one_incident(engine: PagedEngine, owner: str) -> None:
     """The slots that somebody has written since look like a stale table; those beside them say what it is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import kv_canary as kc
 from kv_canary.reports import Decoder
+from kv_canary.reports.lost import LostRecords
 from kv_canary.specs.violation_row import ViolationRow, site_of
 
 from .engine import Engine, full_engine, make_pool
@@ -73,6 +75,16 @@ def test_a_freed_slot_is_a_use_after_free(engine: Engine) -> None:
     assert "freed by request b at step 2" in report.sentence
 
 
+def test_a_slot_that_is_handed_out_in_use_has_two_owners(engine: Engine) -> None:
+    engine.manager.retire(engine.groups[0].pool, torch.tensor([4]), owner=engine.requests["b"].owner, handed_out=True)
+    report = run_and_report(engine)
+    assert report.reasons == ("FREED",)
+    assert report.cause == "two owners: the slot was handed out while a request still reads it"
+    assert "handed out to request b at step 2" in report.sentence
+    assert report.record is not None
+    assert report.record.handed_out
+
+
 def test_a_table_off_by_one_is_called_that(engine: Engine) -> None:
     table = engine.tables["full"][engine.requests["a"].row]
     table[3] = table[4]
@@ -98,6 +110,38 @@ def test_a_table_entry_of_another_request_is_called_that(engine: Engine) -> None
     assert {"POSITION", "TOKEN", "CHAIN"} <= set(report.reasons)
     assert "it holds another request's token" in report.cause
     assert "written by request b at step 2" in report.sentence
+
+
+@pytest.mark.parametrize("maps", [True, False])
+def test_a_write_to_another_slot_than_the_table_names_is_a_wrong_mapping(engine: Engine, maps: bool) -> None:
+    a, b = engine.requests["a"], engine.requests["b"]
+    batch = engine.batch((b, 1))
+    own = f"slot {int(batch.out_slots['full'])}" if maps else "no slot"
+    batch.out_slots["full"][0] = engine.tables["full"][a.row, 3]
+    if not maps:
+        engine.tables["full"][b.row, 6] = -1
+    engine.run(batch)
+    b.cached += 1
+    overwrite = engine.found()[0]
+    assert (overwrite.reasons, overwrite.slot) == (("OVERWRITE",), 4)
+    assert overwrite.cause == (
+        f"the forward wrote to slot 4 where the table names {own}: a wrong or stale entry of the slot mapping"
+    )
+
+
+@pytest.mark.parametrize(("newest", "row", "named"), [(3, 2, 13), (4, 2, None), (3, 9, None)])
+def test_a_table_is_asked_as_long_as_its_row_is_known_to_be_the_requests(
+    engine: Engine, newest: int, row: int, named: int | None
+) -> None:
+    """A step that has come since, without the request, may have given its row to another one."""
+    group, table = engine.groups[0], engine.tables["full"]
+    engine.map(engine.requests["b"], 6, 7)
+    step = SimpleNamespace(number=3, tables={group.name: table})
+    steps = SimpleNamespace(
+        latest=lambda *_: (step, SimpleNamespace(row_in_tables=row)), newest=SimpleNamespace(number=newest)
+    )
+    lost = LostRecords(steps, group_of=lambda _: group, came=lambda _: None)
+    assert lost.named(ViolationRow(step=3, row=2, position=6)) == named
 
 
 def test_a_slot_reused_while_in_use_is_called_that(engine: Engine) -> None:

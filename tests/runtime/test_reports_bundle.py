@@ -358,6 +358,7 @@ def test_what_was_freed_is_told_from_what_was_written(saved: list[Path]) -> None
         "a": dataclasses.replace(first, writer="a", retired=False),
         "freed by a": dataclasses.replace(first, writer="a", retired=True),
         "freed by owner 9": dataclasses.replace(first, writer=None, owner=9, retired=True),
+        "handed out to b": dataclasses.replace(first, writer="b", retired=True, handed_out=True),
         "freed": dataclasses.replace(first, writer=None, owner=0, retired=True),
         "unknown": dataclasses.replace(first, writer=None, owner=0, retired=False),
     }
@@ -367,6 +368,7 @@ def test_what_was_freed_is_told_from_what_was_written(saved: list[Path]) -> None
     _, reader = read_page(dataclasses.replace(bundle, timeline=timeline))
     assert "Who wrote or freed the slots" in reader.text
     assert "token 7, freed by owner 9, step 3" in reader.text
+    assert "token 7, handed out to b, step 3" in reader.text
     assert "token 7, writer unknown, step 3" in reader.text
 
 

@@ -104,6 +104,37 @@ def test_what_goes_wrong_on_the_way_is_found_and_nothing_without() -> None:
     assert [set(row["where"]) for row in rows] == [set(), {"host"}, {"host"}, {"load"}, {"load"}]
 
 
+def test_host_memory_is_followed_beside_another_connector(model: Model) -> None:
+    """What the other one brings is taken in as it comes, and nothing of what comes from the host."""
+    from kv_canary.difftest.stress.vllm import loopback, offloading
+
+    def serve_with(canary: Mapping[str, str] | None) -> tuple[dict[str, list[int]], Any, int]:
+        inner = [offloading.settings(size=1 << 17), loopback.settings("beside", waits=True)]
+        both = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": inner},
+        }
+        with Engine(model("llama"), canary=canary, kv_transfer_config=both) as engine:
+            Traffic(seed=3, documents=(70, 130, 200, 260, 300, 333)).serve(engine, 50)
+            session = None if canary is None else engine.session
+            if session is not None:
+                session.manager.flush()
+            return engine.outputs, session, offloading.WORKERS[0].loaded
+
+    without, _, _ = serve_with(None)
+    outputs, session, loaded = serve_with({"seals": "layer"})
+    assert outputs == without
+    assert loaded > 0
+    brought = loopback.STORES["beside"].brought
+    assert brought > 0
+    summary = session.manager.summary()
+    assert session.manager.guard.failures == {}
+    assert [report.sentence for report in session.manager.reports] == []
+    assert 0 < summary.uncovered <= brought
+    assert 0 < sum(tier.facts.loaded for tier in session.offload.tiers) <= loaded * 32
+
+
 PROMPT = [(7 * n) % VOCABULARY + 3 for n in range(170)]
 
 
@@ -198,7 +229,9 @@ def side(**changed: Any) -> Any:
         ({"canonical": True}, False),
         ({"replicated": True}, False),
         ({"spec": "TieringOffloadingSpec"}, False),
-        ({"connector": "MultiConnector"}, False),
+        ({"several": ["OffloadingConnector", "NixlConnector"]}, True),
+        ({"several": ["NixlConnector"]}, False),
+        ({"several": ["OffloadingConnector", "OffloadingConnector"]}, False),
         ({"worker": None}, False),
     ],
 )
@@ -208,7 +241,9 @@ def test_host_memory_that_may_hold_what_others_brought_is_not_followed(
     from vllm.distributed import kv_transfer
 
     monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: True)
-    monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: side(**changed))
+    several = [side(connector=name) for name in changed.pop("several", ())]
+    connector = type("MultiConnector", (), {"sub_connectors": several})() if several else side(**changed)
+    monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: connector)
     worker = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=object()))
     assert (offload.find(worker) is not None) is is_followed
     worker.vllm_config.kv_transfer_config = None

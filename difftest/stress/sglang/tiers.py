@@ -1,6 +1,7 @@
 """`kv-canary stress sglang-tiers`: what goes wrong between SGLang's device and host memory, one fault a life.
 
-A real scheduler with HiCache on the CPU, whose compiled copies have stand-ins. A life serves a prompt, pushes it off
+A real scheduler with HiCache, on the CPU with stand-ins for its compiled copies, on a GPU with those that SGLang
+compiles while it runs (`--device cuda`). A life serves a prompt, pushes it off
 the device by others, and serves it again, so that its KV goes to host memory and comes back; somewhere on the way one
 thing goes wrong. With storage, everything is flushed in between, so that its KV comes back out of files. What the
 thread on the host does, the life does: it looks at a piece after every step.
@@ -24,6 +25,7 @@ from unittest import mock
 import click
 import torch
 
+from kv_canary.difftest.options import device_option
 from kv_canary.difftest.stress import causes, tier_lives
 from kv_canary.difftest.stress.sglang import engine
 
@@ -46,6 +48,7 @@ class Setting:
     layout: str
     layers: int = 3
     stores: bool = False
+    device: str = "cpu"
 
 
 SETTINGS = (
@@ -56,6 +59,14 @@ SETTINGS = (
     Setting(name="files, 3 layers", policy="write_through", layout="layer_first", stores=True),
     Setting(name="files, 32 layers", policy="write_through", layout="page_first_direct", layers=32, stores=True),
 )
+# Of SGLang's copies, those that need no compiled package: its own kernels between buffers that lie alike.
+GPU_SETTINGS = (
+    Setting(name="GPU, write-through, 3 layers", policy="write_through", layout="layer_first", device="cuda"),
+    Setting(name="GPU, write-back, 3 layers", policy="write_back", layout="layer_first", device="cuda"),
+    Setting(
+        name="GPU, write-through, 32 layers", policy="write_through", layout="layer_first", layers=32, device="cuda"
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +75,7 @@ class Copy:
 
     Args:
         pool: the host pool.
-        host, device: the slots, in the same order.
+        host, device: the slots, in the same order; those of the host on the CPU.
         layer: that is copied; -1: all of them.
         rng: where choices come from.
     """
@@ -76,8 +87,8 @@ class Copy:
     rng: random.Random
 
     def rows(self, half: int, layer: int) -> torch.Tensor:
-        """Return the host's rows of K (0) or V (1) of a layer, one a slot, as a copy."""
-        return self.side("host", half, layer)[self.at(self.host)]
+        """Return the host's rows of K (0) or V (1) of a layer, one a slot, as a copy on the device."""
+        return self.side("host", half, layer)[self.at(self.host)].to(self.device.device)
 
     def side(self, side: str, half: int, layer: int) -> torch.Tensor:
         """Return the whole of one side's buffer of a layer."""
@@ -342,18 +353,13 @@ class Engine:
         if setting.stores:
             more = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete"}
             os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(self._files)
-        os.environ |= {
-            "KV_CANARY_MODE": "log",
-            "KV_CANARY_SEALS": "layer",
-            "SGLANG_ON_CPU": "hicache",
-            "KV_CANARY_SCRUB_SHARE": "0",
-        }
+        os.environ |= {"KV_CANARY_MODE": "log", "KV_CANARY_SEALS": "layer", "KV_CANARY_SCRUB_SHARE": "0"}
+        more |= _on(setting.device)
         model = save_tiny_model(folder, "llama", num_hidden_layers=setting.layers)
         self.scheduler = engine.build_scheduler(
             Path(model),
             enable_hierarchical_cache=True,
             hicache_ratio=8.0,
-            hicache_io_backend="direct",
             hicache_mem_layout=setting.layout,
             hicache_write_policy=setting.policy,
             page_size=PAGE,
@@ -501,10 +507,16 @@ class Engine:
                 chosen.append((host, device))
                 began["step"] = self.session.manager.step
             is_it = chosen[0][0] is host
-            copy = Copy(pool=pool, host=host.to(torch.int64), device=device.to(torch.int64), layer=layer, rng=rng)
+            if is_it and host.is_cuda:
+                # What was launched before is over, and what lies on the host can be looked at and changed.
+                torch.cuda.synchronize()
+            there = host.to("cpu", torch.int64)
+            copy = Copy(pool=pool, host=there, device=device.to(torch.int64), layer=layer, rng=rng)
             if not (is_it and fault.before is not None and fault.before(copy)):
                 original(pool, device_pool, host, device, *args, **kwargs)
             if is_it and fault.behind is not None:
+                if host.is_cuda:
+                    torch.cuda.synchronize()
                 fault.behind(copy)
 
         with contextlib.ExitStack() as stack:
@@ -550,6 +562,19 @@ class Engine:
         return torch.tensor(mine, dtype=torch.int64)
 
 
+def _on(device: str) -> dict[str, Any]:
+    """Prepare the process for a device, and return SGLang's arguments for it."""
+    if device == "cpu":
+        os.environ["SGLANG_ON_CPU"] = "hicache"
+        return {"hicache_io_backend": "direct"}
+    os.environ |= {"SGLANG_USE_CPU_ENGINE": "0", "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
+    from kv_canary.difftest.stress.sglang import standins
+
+    standins.use()
+    standins.patch()
+    return {"device": device, "attention_backend": "triton", "hicache_io_backend": "kernel"}
+
+
 def lead(setting: Setting, names: Sequence[str], seeds: Sequence[int], told: Any) -> None:
     """Live in a process of its own, and send what came of every life; see `tier_lives.campaign`."""
     torch.set_num_threads(1)
@@ -564,8 +589,9 @@ def lead(setting: Setting, names: Sequence[str], seeds: Sequence[int], told: Any
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@device_option()
 @tier_lives.options
-def main(**options: Any) -> None:
+def main(device: str, **options: Any) -> None:
     """Let KV go to host memory and back in SGLang, with one fault a life, and see what is found, where and when.
 
     Exit code 0 where every fault is found and nothing else is reported, 1 otherwise.
@@ -574,8 +600,10 @@ def main(**options: Any) -> None:
     Examples:
       kv-canary stress sglang-tiers --json bench/results/tiers_detection.json
       kv-canary stress sglang-tiers --fault "one bit" --lives 50
+      kv-canary stress sglang-tiers --device cuda --json h200_tiers.json
     """
-    tier_lives.run("sglang", lead, SETTINGS, FAULTS, belongs=belongs, kind="tiers", **options)
+    settings = GPU_SETTINGS if device == "cuda" else SETTINGS
+    tier_lives.run("sglang", lead, settings, FAULTS, belongs=belongs, kind="tiers", device=device, **options)
 
 
 def belongs(setting: Setting, fault: Fault) -> bool:

@@ -53,6 +53,7 @@ class Case:
         fault: "" for none; "byte": a bit of a cached key; "table": two entries of a request's row.
         dtype: of weights and KV.
         waves: of requests.
+        host: whether blocks go to host memory and back, by vLLM's OffloadingConnector.
         extra: whether the result may miss without making the whole a failure.
     """
 
@@ -63,6 +64,7 @@ class Case:
     fault: str = ""
     dtype: str = "bfloat16"
     waves: int = 3
+    host: bool = False
     extra: bool = False
 
     @property
@@ -74,6 +76,7 @@ class Case:
             "async" if self.asynchronous else "sync",
             f"graphs-{self.graphs}",
             *([f"waves{self.waves}"] if self.waves != 3 else []),
+            *(["host"] if self.host else []),
         ]
         return "_".join(parts)
 
@@ -85,6 +88,7 @@ def cases() -> list[Case]:
     more = [replace(c, asynchronous=False) for c in main]
     extra = [replace(c, extra=True, graphs=graphs) for c in main for graphs in ("all", "none")]
     extra += [replace(c, extra=True, dtype="float32") for c in main]
+    extra += [replace(c, extra=True, dtype="float32", host=True) for c in main]
     ordered = [*_pairs(main), *planted, *_pairs(more)]
     return [*ordered, *_pairs(extra)]
 
@@ -251,6 +255,7 @@ def _environment(case: Case) -> dict[str, str]:
             "KV_CANARY_VERIFY_BYTES_AT_TAIL": "0" if case.fault else "1",
             # As many as are in two blocks, at HEAD and at TAIL.
             "KV_CANARY_MAX_REPORTS_PER_STEP": "128",
+            "KV_CANARY_SEALS": "layer",
         }
     return environment
 
@@ -285,7 +290,7 @@ def _judged(case: Case, results: dict[Case, dict[str, Any]]) -> dict[str, Any]:
         planted = watched["planted"]
         checks |= fault_checks(watched) | {"by a graph": planted is not None and planted["by_graph"]}
     else:
-        checks |= _clean_checks(watched, results[replace(case, canary=False)])
+        checks |= _clean_checks(case, watched, results[replace(case, canary=False)])
     return {
         "case": asdict(case),
         "name": case.name,
@@ -314,8 +319,10 @@ def _checks(case: Case, watched: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-def _clean_checks(watched: dict[str, Any], plain: dict[str, Any]) -> dict[str, bool]:
+def _clean_checks(case: Case, watched: dict[str, Any], plain: dict[str, Any]) -> dict[str, bool]:
     summary = watched["status"]
+    if case.host:
+        return _host_checks(watched, plain)
     return {
         "plain served": plain["served"],
         "same tokens": plain.get("tokens") == watched["tokens"],
@@ -329,6 +336,22 @@ def _clean_checks(watched: dict[str, Any], plain: dict[str, Any]) -> dict[str, b
         "evictions": watched["evictions"] > 0,
         "preemptions": watched["preempted"] > 0,
         "aborts": watched["aborted"] > 0,
+    }
+
+
+def _host_checks(watched: dict[str, Any], plain: dict[str, Any]) -> dict[str, bool]:
+    """Return what has to hold where copies take their time, so that no two lives are scheduled alike."""
+    summary = watched["status"]
+    tiers = list(summary["host_tiers"].values())
+    return {
+        "plain served": plain["served"],
+        "same tokens": plain.get("tokens") == watched["tokens"],
+        "no violations": summary["violations"] == 0 and not watched["reports"],
+        "every position": summary["positions_verified"] == summary["positions_relied_on"] > 0,
+        "healthy": summary["watching"] == "complete",
+        "to the host": bool(tiers) and all(tier["backed_up"] for tier in tiers),
+        "back from the host": bool(tiers) and all(tier["loaded"] for tier in tiers),
+        "with seals": not any(tier["unsealed"] for tier in tiers),
     }
 
 

@@ -516,9 +516,7 @@ _FAULTS = (
         doc="a token is written to a slot of another request",
         script="in use",
         act=_wrong_slot,
-        # No cause says that a forward writes elsewhere than the table names.
-        right=(),
-        half=causes.TWO_OWNERS,
+        right=causes.WRONG_MAPPING,
     ),
     Fault(
         name="-1 taken for an index",
@@ -617,9 +615,7 @@ _AHEAD = (
         script="in use",
         act=_wrong_slot,
         setting="ahead",
-        # No cause says that a forward writes elsewhere than the table names.
-        right=(),
-        half=causes.TWO_OWNERS,
+        right=causes.WRONG_MAPPING,
     ),
 )
 _DEEP: tuple[Fault, ...] = tuple(

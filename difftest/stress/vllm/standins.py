@@ -9,6 +9,7 @@ activations by its forms in PyTorch (`ARGUMENTS`).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.abc
 import importlib.machinery
 import os
@@ -21,6 +22,8 @@ import torch
 
 # Imported for what they register.
 _COMPILED = ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa2_C")
+# cudaMemcpyDefault: what is copied where is told by the addresses.
+_BY_ADDRESS = 4
 # Imported for n-grams and for structured outputs, of which there are none here.
 _ABSENT = ("numba", "llguidance")
 
@@ -45,6 +48,7 @@ def use() -> None:
         sys.meta_path.append(_Finder())
     for name, operation in _OPERATIONS.items():
         setattr(torch.ops._C, name, operation)
+    torch.ops._C_cache_ops.swap_blocks_batch = _swap_blocks_batch
 
 
 def patch() -> None:
@@ -152,6 +156,22 @@ def _silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
 def _no(*_: Any) -> bool:
     """The answer for what needs kernels that are not there."""
     return False
+
+
+def _swap_blocks_batch(
+    sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor, _any_order: bool = False
+) -> None:
+    """Copy stretches of memory of the host and the device, on the current stream: one call of the driver for each."""
+    from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
+
+    copy = CudaRTLibrary().lib.cudaMemcpyAsync
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
+        code = copy(
+            ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(size), ctypes.c_int(_BY_ADDRESS), stream
+        )
+        if code:
+            raise RuntimeError(f"kv-canary: stress: a copy between host and device ended with CUDA's error {code}")
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {

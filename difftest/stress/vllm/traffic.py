@@ -23,6 +23,12 @@ BLOCK = 16
 LONGEST = 320
 # Too few for what runs at once, so that requests are put off and what is cached is given away.
 BLOCKS = 28
+# Host memory for more than all that is served.
+_HOST = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
+}
 # The fewest decode steps before a fault, and steps after which the wave's second half comes, and one is given up.
 FAULT_AT, SECOND_HALF, ABORT_AFTER = 20, 4, 9
 
@@ -93,6 +99,7 @@ def _arguments(case: dict[str, Any], graph_sizes: list[int]) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "seed": 0,
         "disable_log_stats": True,
+        **({"kv_transfer_config": _HOST} if case["host"] else {}),
     }
 
 

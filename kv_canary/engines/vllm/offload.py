@@ -18,29 +18,37 @@ import torch
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.vllm.blocks import slots_of
 from kv_canary.engines.vllm.pools import AttachedGroup
+from kv_canary.errors import must_be
 from kv_canary.output import logger
 from kv_canary.runtime.manager import CanaryManager
 from kv_canary.runtime.pools import KvPool
 from kv_canary.specs.structures import KvSource
 from kv_canary.tier import Backup, HostTier
 
-_CONNECTOR, _SPEC, _TIERED = "OffloadingConnector", "CPUOffloadingSpec", "TieringOffloadingSpec"
+_CONNECTOR, _MULTI = "OffloadingConnector", "MultiConnector"
+_SPEC, _TIERED = "CPUOffloadingSpec", "TieringOffloadingSpec"
 
 
 def find(worker: Any) -> Any:
     """Return the worker's side of the connector whose host memory can be followed; None where there is none.
 
     Not where the host has one copy for several workers, another layout than the device's, or further tiers behind it:
-    what lies there may be of others then. Nor where the connector is one of several.
+    what lies there may be of others then. Beside other connectors it is followed; what those bring is not.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if worker.vllm_config.kv_transfer_config is None or not has_kv_transfer_group():
         return None
     connector = get_kv_transfer_group()
-    if _CONNECTOR not in _names(connector):
+    several = connector.sub_connectors if _MULTI in _names(connector) else [connector]
+    offloading = [each for each in several if _CONNECTOR in _names(each)]
+    if not offloading:
         return None
-    side = connector.connector_worker
+    if len(offloading) > 1:
+        expected = "one of the connectors at most (what several bring is taken in as it comes, and counted)"
+        logger.warning("kv-canary: %s", must_be("vllm adapter", _CONNECTOR, expected, str(len(offloading))))
+        return None
+    side = offloading[0].connector_worker
     names, config = _names(side.spec), side.spec.config
     is_plain = _SPEC in names and _TIERED not in names
     if is_plain and not side.spec.replicated_layout and not config.canonical_layout and side.worker is not None:

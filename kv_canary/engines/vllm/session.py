@@ -634,7 +634,7 @@ class Session:
                 self.manager.retire(pool, slots)
         for group, slots, row in self._blocks.take_handed_out_twice():
             # Again, so that who reads it is told whose it is now.
-            self.manager.retire(group.group.pool, slots, owner=self.requests.owner_of(row))
+            self.manager.retire(group.group.pool, slots, owner=self.requests.owner_of(row), handed_out=True)
         for copied in copies:
             for group in self.groups:
                 src, dst = (
