@@ -26,7 +26,8 @@ class Frees:
             return
         if not self._steps or self._steps[-1][0] != step:
             self._steps.append((step, set(), set()))
-        self._steps[-1][2 if handed_out else 1].add(owner & OWNER_MASK)
+        _, freed, handed = self._steps[-1]
+        (handed if handed_out else freed).add(owner & OWNER_MASK)
 
     def any_by(self, owner: int, step: int) -> bool:
         """Whether an owner has freed slots in a step, one of those that are remembered, or was handed some."""

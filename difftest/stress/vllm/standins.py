@@ -48,7 +48,8 @@ def use() -> None:
         sys.meta_path.append(_Finder())
     for name, operation in _OPERATIONS.items():
         setattr(torch.ops._C, name, operation)
-    torch.ops._C_cache_ops.swap_blocks_batch = _swap_blocks_batch
+    for name, operation in _CACHE_OPERATIONS.items():
+        setattr(torch.ops._C_cache_ops, name, operation)
 
 
 def patch() -> None:
@@ -174,6 +175,7 @@ def _swap_blocks_batch(
             raise RuntimeError(f"kv-canary: stress: a copy between host and device ended with CUDA's error {code}")
 
 
+_CACHE_OPERATIONS: dict[str, Callable[..., Any]] = {"swap_blocks_batch": _swap_blocks_batch}
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "weak_ref_tensor": _weak_ref_tensor,
     "get_cuda_view_from_cpu_tensor": _cuda_view,
