@@ -24,7 +24,7 @@ import torch
 from kv_canary.constants import RECORD_WORDS, RETIRED_BIT, WRITER_WORD, Reason
 from kv_canary.errors import must_be
 from kv_canary.host_seals import HostSeals
-from kv_canary.runtime.host import pinned
+from kv_canary.runtime.host import on_device, pinned
 from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.specs.structures import KvSource
 from kv_canary.specs.violation_row import ViolationRow, site_of
@@ -200,7 +200,7 @@ class HostTier:
         """
         pool, host = self.device_pool, host_slots.to("cpu", torch.int64) + 1
         self._forget(host)
-        slots = device_slots.to(self._manager.device, torch.int64)
+        slots = on_device(device_slots, self._manager.device).to(torch.int64)
         if slots.is_cuda:
             # It was made on the scheduler's stream, as that of a load.
             slots.record_stream(torch.cuda.current_stream(slots.device))
@@ -233,7 +233,7 @@ class HostTier:
         host = host_slots.to("cpu", torch.int64) + 1
         # The engine loads only what it knows to have arrived.
         self.settle()
-        slots = device_slots.to(self._manager.device, torch.int64)
+        slots = on_device(device_slots, self._manager.device).to(torch.int64)
         rows = pinned(len(host) * self._width, slots.device).view(len(host), -1)
         parts = [self.pool.records[host]]
         if self._seals is not None:
@@ -349,7 +349,7 @@ class HostTier:
             # What was there had no record either: nobody had seen it written.
             gaps = load.known.numpy() & ~load.rows[:, :RECORD_WORDS].numpy().any(axis=1)
             if gaps.any():
-                manager.unverify(pool, load.slots[torch.from_numpy(gaps).to(load.slots.device)])
+                manager.unverify(pool, load.slots[on_device(torch.from_numpy(gaps), load.slots.device)])
             manager.arrived(pool, load.slots, rows[:, RECORD_WORDS:] if pool.seals is not None else None)
             self._loaded += len(load.slots)
 

@@ -18,6 +18,7 @@ from kv_canary.errors import must_be
 from kv_canary.hashing import mix
 from kv_canary.output import logger
 from kv_canary.runtime.aside import write_aside
+from kv_canary.runtime.host import on_device
 from kv_canary.runtime.pools import KvPool
 from kv_canary.specs.structures import Endpoint, KvSource
 
@@ -196,7 +197,7 @@ def land(
         raise ValueError(must_be("land", "slots", "of shape [n]", str(list(slots.shape))))
     if not 0 <= length <= len(slots):
         raise ValueError(must_be("land", "length", f"in [0, {len(slots)}], the number of slots", str(length)))
-    slots = slots.to(manager.device)
+    slots = on_device(slots, manager.device)
     # Moved onto themselves; out of slot 0, which has no record, comes a cleared one.
     sources = slots.clone()
     sources[length:] = 0

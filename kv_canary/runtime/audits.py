@@ -13,7 +13,7 @@ from kv_canary.errors import must_be
 from kv_canary.observers import RequestVerdict
 from kv_canary.runtime.composition import BatchRequests
 from kv_canary.runtime.context import CanaryContext
-from kv_canary.runtime.host import pinned
+from kv_canary.runtime.host import on_device, pinned
 from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.runtime.seals import SEAL_COUNTS, ListedSlots
 from kv_canary.runtime.summary import AuditFacts
@@ -96,7 +96,9 @@ class Audits:
         try:
             for name, its in slots.items():
                 if name in self._layers and len(its):
-                    self._listed.verify(self._groups[name], (its.to(self._context.device),), checked=self._ended)
+                    self._listed.verify(
+                        self._groups[name], (on_device(its, self._context.device),), checked=self._ended
+                    )
                     layers = max(layers, self._layers[name])
             is_whole = True
         finally:
@@ -154,7 +156,7 @@ class Audits:
         """Hold int64 `slots` of `pool`, whose bytes come from elsewhere with their seals, against these."""
         group = next((g for g in self._context.groups if g.pool is pool), None)
         if self.admits and group is not None and len(slots):
-            self._listed.verify(group, (slots.to(self._context.device),), checked=self._admitted)
+            self._listed.verify(group, (on_device(slots, self._context.device),), checked=self._admitted)
             self._seen.copy_(self._admitted, non_blocking=True)
 
     def forget_row(self, row: int) -> None:

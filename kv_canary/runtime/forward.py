@@ -20,7 +20,7 @@ from kv_canary.runtime.composition import BatchRequests, ForwardRequest, Int64s
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.device_state import MOST_REPLAYED
 from kv_canary.runtime.drain import Sheet
-from kv_canary.runtime.host import copy_all, copy_front, front
+from kv_canary.runtime.host import copy_all, copy_front, front, on_device
 from kv_canary.runtime.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, Shape
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.repetition import Repetition
@@ -799,7 +799,7 @@ class SingleForwardManager:
         """Return the slots that a forward that is given up may have written."""
         if self._is_late and self._batch is not None:
             written = self._written() if self._repetition is not None else self._batch.out_slots
-            return written[launches.group.name].to(self.context.device, torch.int64)
+            return on_device(written[launches.group.name], self.context.device).to(torch.int64)
         return launches.out_slots[: self._new_tokens]
 
     def _take_given(self, batch: ForwardBatch, given: ModelInputs | None) -> None:

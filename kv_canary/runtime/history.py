@@ -10,6 +10,7 @@ import torch
 
 from kv_canary.constants import OWNER_MASK
 from kv_canary.runtime.composition import BatchRequests, ForwardRequest
+from kv_canary.runtime.host import on_device
 from kv_canary.runtime.pools import BufferGroup
 
 # Steps that are remembered.
@@ -198,9 +199,9 @@ def _naming(group: BufferGroup, table: torch.Tensor, forward: BatchRequests, whi
     """Return which of these requests' rows name a slot, up to where a forward has written; one look at the device."""
     device, longest = table.device, table.shape[1] * group.page_size
     rows = (forward.rows if forward.table_rows is None else forward.table_rows)[which]
-    ends = torch.from_numpy(forward.ends[which]).clamp(max=longest).to(device)[:, None]
+    ends = on_device(torch.from_numpy(forward.ends[which]).clamp(max=longest), device)[:, None]
     positions = torch.arange(min(int(forward.ends[which].max()), longest), device=device)[None, :]
-    named = group.slots_named(table, torch.from_numpy(rows).to(device)[:, None], positions)
+    named = group.slots_named(table, on_device(torch.from_numpy(rows), device)[:, None], positions)
     if group.lut is not None:
         inside = (named >= 0) & (named < len(group.lut))
         named = torch.where(inside, group.lut[torch.where(inside, named, 0)], 0)

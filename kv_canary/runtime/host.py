@@ -33,6 +33,17 @@ def send(device: torch.device, *columns: Numbers) -> tuple[torch.Tensor, ...]:
     return parts
 
 
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `tensor` on `device`; where it is on the host, by a copy that the host does not wait for.
+
+    From memory that is not pinned, a copy to a GPU begins only once all that was launched before it is over, and the
+    host waits for that.
+    """
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def front(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """Return the first `count` of a tensor; the tensor itself where that is all of it, which costs nothing."""
     return tensor if tensor.shape[0] == count else tensor.narrow(0, 0, count)

@@ -32,6 +32,7 @@ from kv_canary.runtime.device_state import CanaryDeviceState
 from kv_canary.runtime.forward import SingleForwardManager
 from kv_canary.runtime.guard import Guard
 from kv_canary.runtime.handed import HandedOver
+from kv_canary.runtime.host import on_device
 from kv_canary.runtime.oracle import TokenOracle
 from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.runtime.retirement import Retirement
@@ -320,7 +321,7 @@ class CanaryManager:
             return
         with self.guard.contain("taking in what was freed") as part:
             self.context.frees.note(self.step, owner, handed_out=handed_out)
-            slots = slots.to(self.device)
+            slots = on_device(slots, self.device)
             self._retirement.retire(pool, slots, owner=owner)
             self.unverified.freed(pool, slots)
         if part.failed:
@@ -427,7 +428,7 @@ class CanaryManager:
         if self.is_off or not len(src):
             return
         with self.guard.contain("taking in what was copied") as part:
-            src, dst = src.to(self.device), dst.to(self.device)
+            src, dst = on_device(src, self.device), on_device(dst, self.device)
             taken = pool.take_seals(src)
             ops.move(
                 src=src,
@@ -481,7 +482,7 @@ class CanaryManager:
             needed = start + len(slots) + chosen.token_offset
             if len(tokens) != needed:
                 raise ValueError(must_be("adopt", "tokens", f"{needed}, start and slots together", str(len(tokens))))
-            slots = slots.to(self.device)
+            slots = on_device(slots, self.device)
             record_prefix(
                 self.context,
                 chosen,

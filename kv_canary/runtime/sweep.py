@@ -11,6 +11,7 @@ from kv_canary.constants import UNCHECKED, WRITER_WORD
 from kv_canary.errors import must_be
 from kv_canary.runtime.cached import CachedSlots
 from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.host import on_device
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.unverified import Unverified
 from kv_canary.specs.structures import VerifyPlan
@@ -72,9 +73,9 @@ class Sweeper:
             part = slice(start, start + CHUNK)
             n = len(slots[part])
             plan = VerifyPlan(
-                slots=slots[part].to(context.device),
-                prev_slots=previous[part].to(context.device),
-                positions=positions[part].to(context.device),
+                slots=on_device(slots[part], context.device),
+                prev_slots=on_device(previous[part], context.device),
+                positions=on_device(positions[part], context.device),
                 tokens=torch.full((n,), -1, dtype=torch.int64, device=context.device),
                 rows=torch.zeros(n, dtype=torch.int32, device=context.device),
                 num_valid=torch.full((1,), n, dtype=torch.int32, device=context.device),

@@ -23,7 +23,7 @@ from kv_canary.runtime.cached import CachedSlots
 from kv_canary.runtime.composition import ForwardRequest
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.drain import Findings
-from kv_canary.runtime.host import send
+from kv_canary.runtime.host import on_device, send
 from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.specs.structures import VerifyPlan, WritePlan
 from kv_canary.specs.violation_row import ViolationRow
@@ -80,7 +80,7 @@ class Unverified:
         self._gaps.add(pool)
         self._markings += 1
         try:
-            slots = self._inside(pool, slots.to(pool.records.device, torch.int64))
+            slots = self._inside(pool, on_device(slots, pool.records.device).to(torch.int64))
             for records in pool.buffers:
                 records[slots] = 0
             self._marks[pool][slots] = _GAP
@@ -170,13 +170,13 @@ class Unverified:
         if pool not in self._gaps:
             return cached
         gaps = (self._marks[pool] & _GAP) != 0
-        slots, previous = (x.to(gaps.device) for x in (cached.slots, cached.previous))
+        slots, previous = (on_device(x, gaps.device) for x in (cached.slots, cached.previous))
         keep = ~gaps[self._inside(pool, slots)]
         broken = (previous > 0) & gaps[self._inside(pool, previous)]
         return CachedSlots(
             group=cached.group,
             slots=slots[keep],
-            positions=cached.positions.to(gaps.device)[keep],
+            positions=on_device(cached.positions, gaps.device)[keep],
             previous=torch.where(broken, UNCHECKED, previous)[keep],
         )
 
