@@ -530,6 +530,8 @@ _FAULTS = (
         script="newcomer",
         act=_free_early,
         right=causes.FREED,
+        # A worker sees the block in two tables; which of the two is too early, its engine core alone could say.
+        half=causes.TWO_OWNERS,
     ),
     Fault(
         name="handed out twice",
