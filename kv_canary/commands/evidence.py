@@ -112,7 +112,7 @@ KINDS = {
         command="kv-canary bench adapters --engine ENGINE --json FILE, in the environment of each engine",
     ),
     "engine_cost": Evidence(
-        files=("h200_engine_cost.json",),
+        files=("h200_engine_cost.json", "h200_engine_cost_8b.json"),
         sources=(*SGLANG, "bench/serving"),
         command="kv-canary bench engine --json FILE",
     ),

@@ -174,9 +174,9 @@ def _cost(found: Results, _: Sequence[str]) -> str:
     )
 
 
-def _served(found: Results) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return every row of `kv-canary bench engine`, each with its `run`: the GPU, and the files that they are in."""
-    names = [name for name in KINDS["engine_cost"].files if name in found]
+def _served(found: Results, kind: str = "engine_cost") -> tuple[list[dict[str, Any]], list[str]]:
+    """Return every row of a benchmark of an engine, each with its `run`: the GPU, and the files that they are in."""
+    names = [name for name in KINDS[kind].files if name in found]
     # The card in the name is that of every row, a test says.
     return [{"run": name.partition("_")[0].upper(), **row} for name in names for row in load(name)], names
 
@@ -261,9 +261,16 @@ def _kernel(name: str) -> str:
 
 
 def _engine_cost(found: Results, _: Sequence[str]) -> str:
-    """Return a row for each canary and batch of `kv-canary bench engine`."""
+    return _engine_rows(*_served(found), found)
+
+
+def _vllm_cost(found: Results, _: Sequence[str]) -> str:
+    return _engine_rows(*_served(found, "vllm_cost"), found)
+
+
+def _engine_rows(results: Sequence[dict[str, Any]], names: Sequence[str], found: Results) -> str:
+    """Return a row for each canary and batch of `kv-canary bench engine` or `bench vllm`."""
     rows, operations = [], []
-    results, names = _served(found)
     plain = {_batch(row): row["step_ms"] for row in results if row["mode"] == "none"}
     for row in results:
         if row["mode"] not in _CANARIES:
@@ -522,10 +529,12 @@ def _vllm(found: Results, _: Sequence[str]) -> str:
 def _tiers(found: Results, _: Sequence[str]) -> str:
     head = ["fault", "engine", "settings", "lives", "found", "by", "steps late at most", "blamed wrongly"]
     head += ["causes right, half, wrong", "wrong text"]
-    files = ("tiers_detection.json", "vllm_tiers_detection.json")
+    files = [name for kind in ("tiers", "vllm_tiers") for name in KINDS[kind].files if name in found]
     by_fault: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in (row for file in files for row in load(file)):
-        by_fault.setdefault((row["fault"], row["engine"].partition(", ")[0]), []).append(row)
+        engine, _, setting = row["engine"].partition(", ")
+        engine += ", on a GPU" if setting.startswith("GPU, ") else ""
+        by_fault.setdefault((row["fault"], engine), []).append(row)
     table = []
     for (fault, engine), rows in by_fault.items():
         looks = Counter[str]()
@@ -593,6 +602,7 @@ BLOCKS: dict[str, Callable[[Results, Sequence[str]], str]] = {
     "host": _host,
     "engine": _engine,
     "engine_cost": _engine_cost,
+    "vllm_cost": _vllm_cost,
     "seal_cost": _seal_cost,
     "soak": _soak,
     "detection": _detection,

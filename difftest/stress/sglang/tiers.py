@@ -10,6 +10,8 @@ thread on the host does, the life does: it looks at a piece after every step.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import os
 import random
@@ -32,6 +34,8 @@ from kv_canary.difftest.stress.sglang import engine
 PAGE, POOL, PROMPT, NEW_TOKENS, OTHERS = 16, 512, 104, 6, 7
 # Whole pages of the prompt, which go to the host.
 KEPT = PROMPT // PAGE * PAGE
+# Of a request that is running while the prompt comes back: tokens of its prompt and new ones, and steps before.
+BYSTANDER, BYSTANDING, AHEAD = 3 * PAGE, 24, 4
 
 # Of two requests with the same prompt, which must not find each other's KV.
 _SALTS = ("one", "another")
@@ -120,6 +124,7 @@ class Fault:
         operation: does it to the controller's operation, before records and bytes are.
         files: does it to the files of a prompt's pages, in order, and to those of another prompt's.
         around: gives a context in which pages are stored and brought.
+        into: whether a page is loaded into slots of a request that is running.
     """
 
     name: str
@@ -132,6 +137,7 @@ class Fault:
     operation: Callable[[Any, random.Random], None] | None = None
     files: Callable[[Sequence[Path], Sequence[Path], random.Random], None] | None = None
     around: Callable[[Any, random.Random], AbstractContextManager[Any]] | None = None
+    into: bool = False
 
 
 def _some(copy: Copy, count: int) -> slice:
@@ -307,6 +313,12 @@ FAULTS = (
         half=causes.WRONG_PREFIX,
         operation=_as_if_pages_were_half,
     ),
+    Fault(
+        name="loaded into slots in use",
+        doc="a load puts its first page where a running request reads",
+        right=(*causes.FROM_ELSEWHERE, *causes.NEVER_CAME),
+        into=True,
+    ),
     Fault(name="a bit rots in a file", doc="a random bit of a page's file flips", phase="storage", files=_rots),
     Fault(
         name="another prompt's file",
@@ -389,17 +401,21 @@ class Engine:
             engine.submit(self.scheduler, f"r{next(self._numbers)}", prompt, new_tokens=NEW_TOKENS, cache_salt=salt)
             for prompt in prompts
         ]
-        end = time.monotonic() + 120
-        while not all(req.finished() for req in reqs):
-            engine.step(self.scheduler)
-            self.look()
-            if time.monotonic() > end:
-                raise RuntimeError("kv-canary: a life must come to its end, got one that does not")
+        self._run(lambda: all(req.finished() for req in reqs))
         for _ in range(3):
             engine.step(self.scheduler)
             self.scheduler.tree_cache.check_hicache_events()
         self.look()
         return reqs
+
+    def _run(self, is_over: Callable[[], bool]) -> None:
+        """Let the engine run until something is so; look at a piece of the host after every step."""
+        end = time.monotonic() + 120
+        while not is_over():
+            engine.step(self.scheduler)
+            self.look()
+            if time.monotonic() > end:
+                raise RuntimeError("kv-canary: a life must come to its end, got one that does not")
 
     def look(self) -> None:
         """Look at a piece of the host, as the thread does."""
@@ -431,9 +447,28 @@ class Engine:
             # What has just arrived, and then all of it once.
             while self.tier.facts.rounds < rounds + 2 and time.monotonic() < end:
                 self.look()
+        bystander = self._begin(some(BYSTANDER)) if fault.into else None
+        if bystander is not None:
+            fault = dataclasses.replace(fault, operation=functools.partial(self._load_into, bystander))
         with self._wrong(fault, "load", rng, began, of=prompt):
             [second] = self.serve([prompt])
-        return self._outcome(first, second, began)
+        if bystander is not None:
+            self._run(lambda: bystander.finished())
+        return self._outcome(first, second, began, hit=bystander)
+
+    def _begin(self, prompt: Sequence[int]) -> Any:
+        """Return a request that is running, and will be for some steps."""
+        req = engine.submit(self.scheduler, f"r{next(self._numbers)}", prompt, new_tokens=BYSTANDING)
+        self._run(lambda: len(req.output_ids) >= AHEAD)
+        return req
+
+    def _load_into(self, bystander: Any, operation: Any, rng: random.Random) -> None:
+        """Have a load put its first page into a page of a request that is running."""
+        row = self.scheduler.req_to_token_pool.req_to_token[bystander.kv.req_pool_idx]
+        first = rng.randrange(BYSTANDER // PAGE) * PAGE
+        slots = operation.device_indices.clone()
+        slots[:PAGE] = row[first : first + PAGE].to(slots.device, slots.dtype)
+        operation.device_indices = slots
 
     def _live_with_files(
         self, fault: Fault, prompt: Sequence[int], other: Sequence[int], rng: random.Random, began: dict[str, int]
@@ -469,17 +504,21 @@ class Engine:
             time.sleep(0.01)
         raise RuntimeError("kv-canary: pages must come to storage with their records, got some that do not")
 
-    def _outcome(self, first: Any, second: Any, began: Mapping[str, int]) -> dict[str, Any]:
-        """Return what came of a life that has served a prompt twice, JSON-ready."""
+    def _outcome(self, first: Any, second: Any, began: Mapping[str, int], *, hit: Any = None) -> dict[str, Any]:
+        """Return what came of a life that has served a prompt twice, JSON-ready.
+
+        hit: another request that is damaged, which has to be told of too; None: there is none.
+        """
         manager = self.session.manager
         self.tier.settle()
         manager.flush()
         reports = list(manager.reports)
+        damaged = [req.rid for req in (first, second, hit) if req is not None]
         found = {
-            "found": bool(reports),
+            "found": bool(reports) and (hit is None or any(r.request_id == hit.rid for r in reports)),
             "where": "" if not reports else tier_lives.look_of(reports[0]),
             "late": max(0, reports[0].step - began["step"] - 1) if reports else 0,
-            "blamed_wrongly": any(r.request_id not in (None, first.rid, second.rid) for r in reports),
+            "blamed_wrongly": any(r.request_id not in (None, *damaged) for r in reports),
             "says": causes.first_cause(manager, behind=began["incidents"]),
             "wrong_text": list(first.output_ids) != list(second.output_ids),
             "came_back": second.cached_tokens,

@@ -161,7 +161,7 @@ FAULTS = (
         half=causes.CAME_WRONG,
         of="host",
     ),
-    Fault(name="load dropped", doc="a load is acknowledged and never made", do=_left_out),
+    Fault(name="load dropped", doc="a load is acknowledged and never made: vllm#52234's form", do=_left_out),
     Fault(name="one layer skipped", doc="a load leaves a layer out", do=_one_layer_skipped),
     Fault(name="one address for two layers", doc="a load brings one layer's KV to another too", do=_one_base_for_two),
     Fault(name="K into V", doc="a load puts K where V belongs", do=_k_into_v),
