@@ -87,7 +87,7 @@ def untold(text: str) -> set[str]:
 
 def _kinds(block: str, kinds: Sequence[str]) -> Sequence[str]:
     vllm = ["vllm_churn", "vllm_detection"]
-    of_block = {"cost": ["engine_cost", "engine", "peer"], "vllm": vllm, "all": list(KINDS)}
+    of_block = {"cost": ["engine_cost", "vllm_cost", "engine", "peer"], "vllm": vllm, "all": list(KINDS)}
     return of_block.get(block, [block] if block in KINDS and not kinds else kinds)
 
 
@@ -148,6 +148,11 @@ def _cost(found: Results, _: Sequence[str]) -> str:
             "-" if theirs is None else f"{theirs['host_us']:,.0f}",
         ]
     )
+    in_vllm, their_names = _served(found, "vllm_cost")
+    for row in sorted((r for r in in_vllm if r["mode"] == "ours"), key=lambda r: float(r["ratio"]))[:1]:
+        run, model, phase, shape = _batch(row)
+        what = f"vLLM, {model.upper()}, {phase} {shape}, {run}: throughput with / without (worst row, n = {row['n']})"
+        rows.append([what, _ratio(row), "-"])
     batches = [(row["shape"], row["modes"]["budget"]["ratio"]) for row in load("h200_engine.json")["rows"]]
     shape, ratio = min(batches, key=lambda batch: float(batch[1]["median"]))
     rows.append(
@@ -169,7 +174,7 @@ def _cost(found: Results, _: Sequence[str]) -> str:
     return "\n\n".join(
         [
             _table(["on a GPU", "kv-canary", "SGLang's own canary"], rows),
-            _source(found, *names, "h200_engine.json", "h200_peer.json"),
+            _source(found, *names, *their_names, "h200_engine.json", "h200_peer.json"),
         ]
     )
 

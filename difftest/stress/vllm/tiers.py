@@ -267,6 +267,8 @@ class Life:
         # What has ended is looked at in the next step.
         self.serve([[3, 4, 5]])
         self.session.manager.flush()
+        # What it has damaged lies in free blocks, whose records a scrub may still come to.
+        self.session.manager.clear()
         for tier in self.session.offload.tiers:
             tier.clear()
 
