@@ -150,7 +150,10 @@ def demo(
     depths = () if interpreted else DEPTHS
     result = run_demo(talks, config=config, device=device, seed=seed, console=Console(), depths=depths)
     if json_path is not None:
-        json_path.write_text(json.dumps(result.as_dict(), indent=2) + "\n", encoding="utf-8")
+        from kv_canary.commands.facts import facts
+
+        content = {**result.as_dict(), **facts(device, kind="demo")}
+        json_path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     raise SystemExit(0 if result.passed else 1)
 
 

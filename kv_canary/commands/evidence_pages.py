@@ -132,7 +132,7 @@ def _cost(found: Results, _: Sequence[str]) -> str:
         theirs = ratios.get((*key[:-1], "sgl"))
         rows.append(
             [
-                f"SGLang, {model.upper()}, {phase} {shape}, {run}: throughput with / without ({what} row)",
+                f"SGLang, {model.upper()}, {phase} {shape}, {run}: throughput, with/without ({what})",
                 _ratio(ratios[key]),
                 "-" if theirs is None else _ratio(theirs),
             ]
@@ -143,7 +143,7 @@ def _cost(found: Results, _: Sequence[str]) -> str:
     theirs = ratios.get((*key[:-1], "sgl"))
     rows.append(
         [
-            f"SGLang, {key[1].upper()}, {key[2]} {key[3]}, {key[0]}: the host's time of a step, us (worst row)",
+            f"SGLang, {key[1].upper()}, {key[2]} {key[3]}, {key[0]}: the host's time of a step, us (worst)",
             f"{ratios[key]['host_us']:,.0f}",
             "-" if theirs is None else f"{theirs['host_us']:,.0f}",
         ]
@@ -151,13 +151,13 @@ def _cost(found: Results, _: Sequence[str]) -> str:
     in_vllm, their_names = _served(found, "vllm_cost")
     for row in sorted((r for r in in_vllm if r["mode"] == "ours"), key=lambda r: float(r["ratio"]))[:1]:
         run, model, phase, shape = _batch(row)
-        what = f"vLLM, {model.upper()}, {phase} {shape}, {run}: throughput with / without (worst row, n = {row['n']})"
+        what = f"vLLM, {model.upper()}, {phase} {shape}, {run}: throughput, with/without (worst, n={row['n']})"
         rows.append([what, _ratio(row), "-"])
     batches = [(row["shape"], row["modes"]["budget"]["ratio"]) for row in load("h200_engine.json")["rows"]]
     shape, ratio = min(batches, key=lambda batch: float(batch[1]["median"]))
     rows.append(
         [
-            f"transformers, 8B, decode {shape}, H200: throughput with / without (worst row)",
+            f"transformers, 8B, decode {shape}, H200: throughput, with/without (worst)",
             f"{ratio['median']:.3f} [{ratio['min']:.3f}, {ratio['max']:.3f}]",
             "-",
         ]
@@ -166,7 +166,7 @@ def _cost(found: Results, _: Sequence[str]) -> str:
     for what, case in (("best", max(steps, key=_speed)), ("worst", min(steps, key=_speed))):
         rows.append(
             [
-                f"kernels of a step, {case['case']}, H200: ms ({what} row)",
+                f"kernels of a step, {case['case']}, H200: ms ({what})",
                 f"{case['ours_ms']:.3g}",
                 f"{case['peer_ms']:.3g}",
             ]

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from kv_canary.cli import main
+from kv_canary.commands.evidence import digests
 from kv_canary.config import CanaryConfig
 from kv_canary.demo.faults import FAULTS, Fault
 from kv_canary.demo.models import MODELS, tiny_model
@@ -45,7 +46,8 @@ def test_the_demo_passes_and_writes_its_facts(
     result = CliRunner().invoke(main, ["demo", "--requests", "8", "--turns", "1", "--json", str(facts)])
     assert result.exit_code == 0, result.output
     data = json.loads(facts.read_text())
-    assert {"engine", "backend", "clean", "faults"} <= set(data)
+    assert {"engine", "backend", "clean", "faults", "commit", "versions"} <= set(data)
+    assert data["sources"] == digests("demo")
     assert data["clean"]["violations"] == 0
     assert data["clean"]["requests"] == 8 * len(models)
     assert data["clean"]["positions_verified"] > 5_000 * len(models)
