@@ -267,7 +267,14 @@ def lived(setting: Any, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def test_what_goes_wrong_on_the_way_is_found_and_nothing_without() -> None:
-    names = ("healthy", "backed up too early", "backup cut short", "K into V", "host slots reused during the load")
+    names = (
+        "healthy",
+        "backed up too early",
+        "backup cut short",
+        "K into V",
+        "host slots reused during the load",
+        "loaded into slots in use",
+    )
     rows = lived(tiers_campaign.SETTINGS[1], names)
     assert [row["fault"] for row in rows] == list(names)
     assert [text for row in rows for text in tier_lives.objections(row)] == []
@@ -278,6 +285,7 @@ def test_what_goes_wrong_on_the_way_is_found_and_nothing_without() -> None:
         "backup cut short": {"head"},
         "K into V": {"load"},
         "host slots reused during the load": {"load"},
+        "loaded into slots in use": {"head"},
     }
 
 
