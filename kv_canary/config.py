@@ -58,7 +58,7 @@ class CanaryConfig:
         shared_seals: make seals that other processes can hold the bytes against, where KV is handed from one to
             another, through storage too; nobody outside can make bytes that fit the others. None: where there are two
             records, and where an adapter sees that pages go to storage.
-        scrub_share: share of the time that going round the pools may take.
+        scrub_share: share of the time that going round the pools may take; one slot at a time at 0.
         admission: where seals are kept, hold a request's cached prefix against them before its first forward.
         completion: likewise, hold all that a request rested on against them when it has ended.
         check_writes: with seals, hold what a forward has written against what the model has handed over to be

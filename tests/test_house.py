@@ -262,13 +262,15 @@ def test_what_was_raised_is_logged_by_one_rule() -> None:
 def test_slots_of_the_host_come_to_the_device_by_one_rule() -> None:
     """A plain `to` waits for all that was launched, where the host's memory is not pinned."""
     owner = ROOT / "kv_canary/runtime/host.py"
-    files = [*(ROOT / "kv_canary/runtime").glob("*.py"), ROOT / "kv_canary/tier.py", ROOT / "kv_canary/transfer.py"]
+    folders = (ROOT / "kv_canary/runtime", ROOT / "kv_canary/engines/vllm")
+    files = [path for folder in folders for path in folder.glob("*.py")]
+    files += [ROOT / "kv_canary/tier.py", ROOT / "kv_canary/transfer.py"]
     past = {
         f"{name_of(path)}:{node.lineno}"
         for path in files
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "to"
-        if path != owner and any("device" in ast.unparse(argument) for argument in node.args)
+        if path != owner and any("device" in ast.unparse(part) for part in (*node.args, *node.keywords))
         if not any(keyword.arg == "non_blocking" for keyword in node.keywords)
     }
     assert past == set()

@@ -14,7 +14,9 @@ GRADES = ("right", "half", "wrong")
 # A copy has brought what it should not have; from the wrong place; or has not come at all.
 CAME_WRONG = ("are not those that were to come there",)
 FROM_ELSEWHERE = ("is another's, or of other positions", *CAME_WRONG)
-NEVER_CAME = ("nothing ever wrote there", "is missing", "a copy or load that never came")
+NEVER_CAME = ("nothing ever wrote there", "is missing")
+# Nor has anything else been written there, where something lay before.
+NEVER_FILLED = ("a copy or load that never came",)
 # Bytes have changed without a forward; in one layer alone; or are zero.
 STRAY = ("changed after they were written", "only one layer's bytes changed")
 CHANGED = (*STRAY, "changed with no record")

@@ -132,7 +132,8 @@ def _cost(found: Results, _: Sequence[str]) -> str:
         theirs = ratios.get((*key[:-1], "sgl"))
         rows.append(
             [
-                f"SGLang, {model.upper()}, {phase} {shape}, {run}: throughput, with/without ({what})",
+                f"SGLang, {model.upper()}, {phase} {shape}, {run}: throughput, with/without ({what}, "
+                f"n={ratios[key]['n']})",
                 _ratio(ratios[key]),
                 "-" if theirs is None else _ratio(theirs),
             ]

@@ -316,7 +316,7 @@ FAULTS = (
     Fault(
         name="loaded into slots in use",
         doc="a load puts its first page where a running request reads",
-        right=(*causes.FROM_ELSEWHERE, *causes.NEVER_CAME),
+        right=(*causes.FROM_ELSEWHERE, *causes.NEVER_FILLED),
         into=True,
     ),
     Fault(name="a bit rots in a file", doc="a random bit of a page's file flips", phase="storage", files=_rots),
