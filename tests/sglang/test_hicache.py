@@ -65,8 +65,10 @@ def looked_at() -> None:
     session.current().manager.flush()
 
 
-def run_tiered(model: str, scenario: Callable[[Run], None], variant: str, **args: Any) -> Run:
-    run = run_clean(model, scenario, **{**TIERED, **VARIANTS[variant], **args})
+def run_tiered(
+    model: str, scenario: Callable[[Run], None], variant: str, *, settings: dict[str, str] | None = None, **args: Any
+) -> Run:
+    run = run_clean(model, scenario, settings=settings, **{**TIERED, **VARIANTS[variant], **args})
     looked_at()
     assert [r.sentence for r in session.current().manager.reports] == []
     for tier in tiers():
@@ -102,6 +104,83 @@ def test_prefixes_that_come_back_from_the_host_are_clean(request, kind, variant)
     # Not all of it was on the device still.
     assert tiers()[0].facts.loaded > 300
     assert session.current().manager.summary().unverified == 0
+
+
+@pytest.fixture
+def looks(monkeypatch) -> list[str]:
+    """What forwards that read what is being loaded, and HEAD, have done, in order."""
+    order: list[str] = []
+    may, before, after = (getattr(session.Session, f"_{name}") for name in ("may_look_later", "before", "after"))
+
+    def may_look_later(self: Any, runner: Any, forward_batch: Any) -> bool:
+        is_late: bool = may(self, runner, forward_batch)
+        order.append("late" if is_late else "first")
+        return is_late
+
+    def begin(self: Any, *args: Any) -> Any:
+        order.append("HEAD")
+        return before(self, *args)
+
+    def end(self: Any, *args: Any) -> None:
+        order.append("TAIL")
+        after(self, *args)
+
+    for name, wrapped in (("_may_look_later", may_look_later), ("_before", begin), ("_after", end)):
+        monkeypatch.setattr(session.Session, name, wrapped)
+    return order
+
+
+@pytest.mark.parametrize("variant", ["write through", "write back, overlap, mixed"])
+def test_what_is_being_loaded_is_looked_at_behind_the_forward(llama, variant, looks):
+    """Where nothing else is to be known in front of it: the model waits for a layer at a time."""
+
+    def scenario(run: Run) -> None:
+        prompts = [run.tokens(n) for n in (100, 60, 130, 90, 110, 70, 40)]
+        for _ in range(4):
+            for prompt in prompts:
+                run.serve([[*prompt, *run.tokens(3)]], 2)
+
+    run = run_tiered(llama, scenario, variant, settings={"KV_CANARY_CHECK_WRITES": "0"})
+    assert sum(req.cached_tokens for req in run.reqs) > 500
+    assert looks.count("late") > 5
+    assert looks.count("late") + looks.count("first") == looks.count("HEAD") == looks.count("TAIL")
+    looks.clear()
+    run = run_tiered(llama, scenario, variant)
+    assert looks.count("late") == 0
+    assert tiers()[0].facts.loaded > 300
+
+
+def test_a_forward_that_raises_while_kv_is_loaded_is_given_up(llama, looks, monkeypatch):
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    settings = {"KV_CANARY_MODE": "log", "KV_CANARY_SEALS": "layer", "SGLANG_ON_CPU": "hicache"}
+    with engine.overriding(**settings):
+        scheduler = engine.build_scheduler(llama, **{**TIERED, **VARIANTS["write through"]})
+    manager, tokens = session.current().manager, Tokens()
+    prompts = [tokens(100) for _ in range(7)]
+    for prompt in prompts:
+        engine.submit(scheduler, prompt, 2)
+        engine.run_all(scheduler)
+    inner = ModelRunner._forward_raw
+
+    def break_when_late(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if looks[-1] == "late":
+            raise MemoryError("the model's own")
+        return inner(self, *args, **kwargs)
+
+    given_up: list[Any] = []
+    monkeypatch.setattr(session.Session, "_give_up", lambda self, watched: given_up.append(watched) or watched.abort())
+    looks.clear()
+    monkeypatch.setattr(ModelRunner, "_forward_raw", break_when_late)
+    engine.submit(scheduler, [*prompts[0], *tokens(3)], 2)
+    with pytest.raises(MemoryError, match="the model's own"):
+        engine.run_all(scheduler)
+    assert looks[-2:] == ["late", "HEAD"]
+    assert not manager.guard.failures
+    manager.flush()
+    assert [r.sentence for r in manager.reports] == []
+    assert len(given_up) == 1
+    assert not session.current().off
 
 
 @pytest.mark.parametrize("variant", ["write through", "write back, overlap, mixed"])

@@ -49,6 +49,8 @@ class Case:
         dtype: of weights and KV; in float32 the engine has the fewest kernels of its own to choose from.
         own_kernels: whether SGLang may compile while it runs: its own kernels that store K and V, and parts of its
             Python; else PyTorch does the same.
+        host_tier: whether what is evicted goes to host memory and comes back (HiCache), while the scheduler's stream is
+            far behind whenever pages are freed, as under load.
         waves: of requests.
         extra: whether the result may miss without making the whole a failure.
     """
@@ -61,6 +63,7 @@ class Case:
     attention: str = "triton"
     dtype: str = "float32"
     own_kernels: bool = False
+    host_tier: bool = False
     waves: int = 3
     extra: bool = False
 
@@ -73,6 +76,7 @@ class Case:
             f"graphs-{self.graphs}",
             *([self.dtype] if self.dtype != "float32" else []),
             *(["own-kernels"] if self.own_kernels else []),
+            *(["host-tier"] if self.host_tier else []),
             *([f"waves{self.waves}"] if self.waves != 3 else []),
         ]
         return "_".join(parts)
@@ -89,6 +93,8 @@ def cases(*, graphs: str) -> list[Case]:
         overlapped = Case(page=16, overlap=True)
         extra = [replace(overlapped, dtype="bfloat16"), replace(overlapped, graphs="all")]
         extra.append(replace(overlapped, own_kernels=True))
+        # Its copies are compiled while it runs.
+        clean.append(replace(overlapped, own_kernels=True, host_tier=True))
     pairs = [*clean, *(replace(c, extra=True) for c in extra)]
     ordered = [case for c in pairs if not c.extra for case in (replace(c, canary=False), c)]
     return [*ordered, *planted, *(case for c in pairs if c.extra for case in (replace(c, canary=False), c))]
@@ -265,6 +271,19 @@ def _judged(case: Case, results: dict[Case, dict[str, Any]]) -> dict[str, Any]:
 
 def _clean_checks(case: Case, watched: dict[str, Any], plain: dict[str, Any]) -> dict[str, bool]:
     summary, graphs = watched["status"], case.graphs != "none"
+    if case.host_tier:
+        # When a copy is over says what is evicted and which requests go together.
+        came = sum(tier["loaded"] for tier in summary["host_tiers"].values())
+        return {
+            "plain served": plain["served"],
+            "same tokens": plain.get("tokens") == watched["tokens"],
+            "no violations": summary["violations"] == 0 and not watched["reports"],
+            "every forward": summary["steps"] == sum(watched["forwards"].values()) > 0,
+            "every position": summary["positions_verified"] == summary["positions_relied_on"] > 0,
+            "healthy": summary["watching"] == "complete" and not summary["off"],
+            "came back from the host": came > 0,
+            "evictions": watched["evictions"] > 0,
+        }
     return {
         "plain served": plain["served"],
         "same tokens": plain.get("tokens") == watched["tokens"],

@@ -22,6 +22,8 @@ SHARED = 48
 SLOTS = 640
 # The decode step at which a fault is planted, and passes in the loop after which the wave's second half comes.
 FAULT_AT, SECOND_HALF, ABORT_AFTER = 20, 4, 9
+# Cycles of the device by which a stream is late: some milliseconds.
+_LAG = 5_000_000
 
 
 def serve(case: dict[str, Any], *, device: str, model: Path, graph_sizes: Sequence[int]) -> dict[str, Any]:
@@ -38,6 +40,8 @@ def serve(case: dict[str, Any], *, device: str, model: Path, graph_sizes: Sequen
         standins.patch()
     begin = time.perf_counter()
     scheduler = build_scheduler(model, **_arguments(case, device, graph_sizes))
+    if case["host_tier"]:
+        _lag(scheduler)
     started = time.perf_counter() - begin
     counts = _Counts()
     traffic = _Traffic(scheduler, waves=case["waves"])
@@ -84,11 +88,31 @@ def _arguments(case: dict[str, Any], device: str, graph_sizes: Sequence[int]) ->
         "disable_cuda_graph": case["graphs"] == "none",
         "log_level": "info",
     }
+    if case["host_tier"]:
+        arguments |= {
+            "enable_hierarchical_cache": True,
+            "hicache_ratio": 8.0,
+            "hicache_mem_layout": "layer_first",
+            "hicache_write_policy": "write_through",
+            "hicache_io_backend": "kernel",
+        }
     if case["graphs"] != "none":
         arguments["cuda_graph_bs_decode"] = list(graph_sizes)
         if case["graphs"] == "decode":
             arguments["cuda_graph_backend_prefill"] = "disabled"
     return arguments
+
+
+def _lag(scheduler: Any) -> None:
+    """Have the scheduler's stream be busy whenever pages are freed, and so be late to know which."""
+    allocator = scheduler.token_to_kv_pool_allocator
+    release = allocator._release_page_ids
+
+    def late(*pages: Any) -> Any:
+        torch.cuda._sleep(_LAG)
+        return release(*pages)
+
+    allocator._release_page_ids = late
 
 
 class _Traffic:

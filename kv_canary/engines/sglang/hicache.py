@@ -73,6 +73,9 @@ class HostTiers:
         following: gives the context, by what is done, of a part of the canary that may fail where the engine must not;
             where it did, no slot's record may be relied on.
         updates: returns how often the weights have changed.
+
+    Attributes:
+        is_loading: whether KV is on its way back that a forward has not read yet, or not been seen to.
     """
 
     def __init__(
@@ -86,11 +89,12 @@ class HostTiers:
         following: Callable[[str], AbstractContextManager[Any]],
         updates: Callable[[], int],
     ) -> None:
-        self._following, self._retire_freed = following, retire_freed
+        self._following, self._retire_freed, self._device = following, retire_freed, manager.device
         self._controller = controller = scheduler.tree_cache.cache_controller
         # What the controller is about to copy.
         self._operation: Any = None
         self._tiers: list[HostTier] = []
+        self.is_loading = False
         patches.wrap(controller, "_move_write_operation", self._note)
         patches.wrap(controller, "_move_op_indices", self._note)
         patches.wrap(controller, "start_loading", self._start_loading)
@@ -138,8 +142,12 @@ class HostTiers:
                     tier.settle()
 
     def before_forward(self) -> None:
-        """Give what has come back its records, on the stream of the forwards, behind what retires freed slots."""
+        """Give what has come back its records, on the stream of the forwards, behind what retires freed slots.
+
+        The stream waits for the bytes.
+        """
         self.settle()
+        self.is_loading = False
         for tier in self._tiers:
             if not tier.is_quiet:
                 with self._following("the host tier"):
@@ -182,6 +190,7 @@ class HostTiers:
                     device, host = self._slots(entry)
                     for tier in tiers:
                         tier.load(host, device)
+                    self.is_loading = True
             result = original(device_pool, host_indices, device_indices, layer, *args, **kwargs)
             if layer == last:
                 with self._following("a load from the host"):
@@ -221,9 +230,15 @@ class HostTiers:
         return original(*args, **kwargs)
 
     def _on_forwards_stream(self) -> AbstractContextManager[Any]:
-        """Launch where forwards run: a load waits for all that is launched there."""
+        """Launch where forwards run: a load waits for all that is launched there.
+
+        Which slots were freed is computed on the scheduler's stream, and may not be known there yet.
+        """
         stream = self._controller.load_fence_stream
-        return nullcontext() if stream is None else torch.cuda.stream(stream)
+        if stream is None or self._device.type != "cuda":
+            return nullcontext()
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(stream)
 
     def _doubt_failed(self) -> None:
         """Rely on nothing that lies on the host where following storage has failed, on a thread of its own."""

@@ -312,13 +312,19 @@ class Session:
 
         Whatever becomes of the canary, the forward runs once, and what it returns or raises is the engine's own.
         """
-        watched = self._before(runner, forward_batch)
+        is_late = self._may_look_later(runner, forward_batch)
+        watched = None if is_late else self._before(runner, forward_batch)
         try:
             result = original(runner, forward_batch, *args, **kwargs)
         except BaseException:
+            if is_late:
+                with self._following("a forward that raised"):
+                    watched = self._before(runner, forward_batch)
             if watched is not None:
                 self._give_up(watched)
             raise
+        if is_late:
+            watched = self._before(runner, forward_batch)
         if watched is not None:
             self._after(watched, runner, forward_batch, result)
         return result
@@ -404,6 +410,25 @@ class Session:
             self._ended.forget()
         for pool in self.manager.pools:
             self.manager.unverified.forget_all(pool)
+
+    def _may_look_later(self, runner: Any, forward_batch: Any) -> bool:
+        """Whether HEAD is to come behind the forward, in front of TAIL, because KV is still on its way from the host.
+
+        The engine waits for each layer where the model reads it, and HEAD would wait for all of them. What the model
+        reads is still there behind it. Not where something else is to be known in front of it.
+        """
+        tiers = self._host_tiers
+        if tiers is None or not tiers.is_loading or self.off or runner not in self._groups:
+            return False
+        if self._speculation is not None or self.manager.config.check_writes or not self.manager.unverified.is_clean:
+            return False
+        if not forward_batch.batch_size:
+            return False
+        # What ended requests rested on is looked at before somebody writes there.
+        if self._lifetime.has_freed or self._ended:
+            self._retire_freed()
+        tiers.settle()
+        return True
 
     def _before(self, runner: Any, forward_batch: Any) -> SingleForwardManager | None:
         """Begin a forward and run HEAD; return what is to be ended behind it, or None where it goes by unwatched."""
