@@ -41,6 +41,18 @@ GENERATED = (*OPS, "difftest/strategies")
 # What makes a mutant, and judges it.
 MUTATION = tuple(f"difftest/mutation/{part}.py" for part in ("edits", "mutants", "overlay", "pool"))
 
+# GPUs that results are of: the name of such a result begins with one of them.
+CARDS = ("h200", "h100")
+
+
+def _on_cards(stem: str) -> tuple[str, ...]:
+    return tuple(f"{card}_{stem}.json" for card in CARDS)
+
+
+def on_card(stem: str) -> str:
+    """Return the name of a GPU's result, by the card that it was measured on; each is kept of one."""
+    return next((name for name in _on_cards(stem) if (RESULTS / name).exists()), _on_cards(stem)[0])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
@@ -60,7 +72,7 @@ class Evidence:
 KINDS = {
     "soak": Evidence(files=("soak.json",), sources=RUNTIME, command="make soak"),
     "detection": Evidence(
-        files=("detection.json", "h200_detection.json"),
+        files=("detection.json", *_on_cards("detection")),
         sources=RUNTIME,
         command="make soak; on a GPU: kv-canary stress detection --device cuda --json FILE",
     ),
@@ -76,7 +88,7 @@ KINDS = {
         command=".venv-sglang/bin/pytest -s tests/sglang/test_chaos.py --chaos-minutes 60 --chaos-result FILE",
     ),
     "fuzz": Evidence(
-        files=("cpu_fuzz.json", "h200_fuzz.json", "h200_fuzz_ops.json", "h200_fuzz_more.json"),
+        files=("cpu_fuzz.json", *_on_cards("fuzz"), *_on_cards("fuzz_ops"), *_on_cards("fuzz_more")),
         sources=GENERATED,
         command=(
             "kv-canary difftest fuzz --minutes 30 --json FILE; on a GPU: kv-canary difftest run --device cuda "
@@ -102,7 +114,7 @@ KINDS = {
         ),
     ),
     "sanitize": Evidence(
-        files=("h200_sanitize.json",),
+        files=_on_cards("sanitize"),
         sources=("kernels", "kv_canary/specs"),
         command="kv-canary difftest sanitize --json FILE",
     ),
@@ -112,54 +124,50 @@ KINDS = {
         command="kv-canary bench adapters --engine ENGINE --json FILE, in the environment of each engine",
     ),
     "engine_cost": Evidence(
-        files=("h200_engine_cost.json", "h200_engine_cost_8b.json"),
+        files=tuple(name for part in ("", "_8b", "_writes", "_tiers") for name in _on_cards(f"engine_cost{part}")),
         sources=(*SGLANG, "bench/serving"),
         command="kv-canary bench engine --json FILE",
     ),
     "vllm_cost": Evidence(
-        files=("h200_vllm_cost.json",),
+        files=_on_cards("vllm_cost"),
         sources=(*VLLM, "bench/serving", "bench/vllm"),
         command="kv-canary bench vllm --json FILE",
     ),
     "seal_cost": Evidence(
-        files=("h200_seals.json",),
+        files=_on_cards("seals"),
         sources=(*RUNTIME, "bench/seals.py"),
         command="kv-canary bench seals --json FILE",
     ),
-    "demo": Evidence(
-        files=("h200_demo.json",), sources=TRANSFORMERS, command="kv-canary demo --device cuda --json FILE"
-    ),
+    "demo": Evidence(files=_on_cards("demo"), sources=TRANSFORMERS, command="kv-canary demo --device cuda --json FILE"),
     "peer": Evidence(
-        files=("h200_peer.json",),
+        files=_on_cards("peer"),
         sources=("kernels", "kv_canary/specs", "kv_canary/runtime/launches.py"),
         command="kv-canary bench --peer sglang --json FILE",
     ),
     "engine": Evidence(
-        files=("h200_engine.json",), sources=RUNTIME, command="python -P -m kv_canary.bench.engine_overhead --out FILE"
+        files=_on_cards("engine"), sources=RUNTIME, command="python -P -m kv_canary.bench.engine_overhead --out FILE"
     ),
-    "host": Evidence(
-        files=("h200_host.json",), sources=RUNTIME, command="python -P -m kv_canary.bench.host --out FILE"
-    ),
+    "host": Evidence(files=_on_cards("host"), sources=RUNTIME, command="python -P -m kv_canary.bench.host --out FILE"),
     "overlap": Evidence(
-        files=("h200_overlap.json",),
+        files=_on_cards("overlap"),
         sources=RUNTIME,
         command="kv-canary stress overlap --device cuda --json FILE",
     ),
     "transfer": Evidence(
-        files=("h200_pd.json",), sources=RUNTIME, command="kv-canary stress transfer --device cuda --json FILE"
+        files=_on_cards("pd"), sources=RUNTIME, command="kv-canary stress transfer --device cuda --json FILE"
     ),
     "ranks": Evidence(
-        files=("h200_ranks.json",),
+        files=_on_cards("ranks"),
         sources=RUNTIME,
         command="kv-canary stress ranks --device cuda --json FILE",
     ),
     "transformers": Evidence(
-        files=("h200_transformers.json",),
+        files=_on_cards("transformers"),
         sources=TRANSFORMERS,
         command="python -P -m kv_canary.difftest.stress.transformers_cuda --json FILE",
     ),
     "sglang": Evidence(
-        files=("h200_sglang.json",),
+        files=_on_cards("sglang"),
         sources=SGLANG,
         command="python -P -m kv_canary.difftest.stress.sglang.cuda --json FILE",
     ),
@@ -169,7 +177,7 @@ KINDS = {
         command="kv-canary stress sglang --json FILE",
     ),
     "tiers": Evidence(
-        files=("tiers_detection.json", "h200_tiers.json"),
+        files=("tiers_detection.json", *_on_cards("tiers")),
         sources=SGLANG,
         command="kv-canary stress sglang-tiers --json bench/results/tiers_detection.json; on a GPU: --device cuda",
     ),
@@ -179,7 +187,7 @@ KINDS = {
         command="kv-canary stress vllm-tiers --json bench/results/vllm_tiers_detection.json",
     ),
     "vllm_gpu": Evidence(
-        files=("h200_vllm.json",),
+        files=_on_cards("vllm"),
         sources=VLLM,
         command="python -P -m kv_canary.difftest.stress.vllm.cuda --json FILE",
     ),

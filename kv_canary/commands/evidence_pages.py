@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kv_canary.commands.evidence import KINDS, RESULTS, ROOT, Result, load, results
+from kv_canary.commands.evidence import KINDS, RESULTS, ROOT, Result, load, on_card, results
 from kv_canary.perturb_settings import BYTE_MODES
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _ratio(row: dict[str, Any]) -> str:
 
 
 def _cost(found: Results, _: Sequence[str]) -> str:
-    measured, names = _served(found)
+    measured, _names = _served(found)
     ratios = {(*_batch(r), r["mode"]): r for r in measured}
     ranked = sorted((key for key in ratios if key[-1] == "ours"), key=lambda key: float(ratios[key]["ratio"]))
     rows = []
@@ -149,25 +149,27 @@ def _cost(found: Results, _: Sequence[str]) -> str:
             "-" if theirs is None else f"{theirs['host_us']:,.0f}",
         ]
     )
-    in_vllm, their_names = _served(found, "vllm_cost")
+    files = [ratios[k]["file"] for k in (best, ranked[0], key)]
+    in_vllm, _names = _served(found, "vllm_cost")
     for row in sorted((r for r in in_vllm if r["mode"] == "ours"), key=lambda r: float(r["ratio"]))[:1]:
         run, model, phase, shape = _batch(row)
+        files.append(row["file"])
         what = f"vLLM, {model.upper()}, {phase} {shape}, {run}: throughput, with/without (worst, n={row['n']})"
         rows.append([what, _ratio(row), "-"])
-    batches = [(row["shape"], row["modes"]["budget"]["ratio"]) for row in load("h200_engine.json")["rows"]]
+    batches = [(row["shape"], row["modes"]["budget"]["ratio"]) for row in load(on_card("engine"))["rows"]]
     shape, ratio = min(batches, key=lambda batch: float(batch[1]["median"]))
     rows.append(
         [
-            f"transformers, 8B, decode {shape}, H200: throughput, with/without (worst)",
+            f"transformers, 8B, decode {shape}, {_card(on_card('engine'))}: throughput, with/without (worst)",
             f"{ratio['median']:.3f} [{ratio['min']:.3f}, {ratio['max']:.3f}]",
             "-",
         ]
     )
-    steps = [c for c in load("h200_peer.json")["cases"] if c["group"] == "cases" and c["does"] == "step" and c["ratio"]]
+    steps = [c for c in load(on_card("peer"))["cases"] if c["group"] == "cases" and c["does"] == "step" and c["ratio"]]
     for what, case in (("best", max(steps, key=_speed)), ("worst", min(steps, key=_speed))):
         rows.append(
             [
-                f"kernels of a step, {case['case']}, H200: ms ({what})",
+                f"kernels of a step, {case['case']}, {_card(on_card('peer'))}: ms ({what})",
                 f"{case['ours_ms']:.3g}",
                 f"{case['peer_ms']:.3g}",
             ]
@@ -175,7 +177,7 @@ def _cost(found: Results, _: Sequence[str]) -> str:
     return "\n\n".join(
         [
             _table(["on a GPU", "kv-canary", "SGLang's own canary"], rows),
-            _source(found, *names, *their_names, "h200_engine.json", "h200_peer.json"),
+            _source(found, *dict.fromkeys(files), on_card("engine"), on_card("peer")),
         ]
     )
 
@@ -184,7 +186,12 @@ def _served(found: Results, kind: str = "engine_cost") -> tuple[list[dict[str, A
     """Return every row of a benchmark of an engine, each with its `run`: the GPU, and the files that they are in."""
     names = [name for name in KINDS[kind].files if name in found]
     # The card in the name is that of every row, a test says.
-    return [{"run": name.partition("_")[0].upper(), **row} for name in names for row in load(name)], names
+    return [{"run": _card(name), "file": name, **row} for name in names for row in load(name)], names
+
+
+def _card(name: str) -> str:
+    """Return the GPU that a result is of, from its name."""
+    return name.partition("_")[0].upper()
 
 
 def _batch(row: dict[str, Any]) -> tuple[str, str, str, str]:
@@ -201,7 +208,7 @@ def _throughput(found: Results, _: Sequence[str]) -> str:
         "SGLang's own scheduler with a canary and without, by turns on one GPU: overlap, radix cache, CUDA graphs, "
         "page 1, Triton attention. The median ratio [least, most]; n pairs of turns."
     )
-    engine = load("h200_engine.json")["rows"]
+    engine = load(on_card("engine"))["rows"]
     own = [
         [row["shape"], f"{row['floor']['ms']:.3g}", f"{row['step_ms']:.4g}"]
         + [
@@ -219,7 +226,7 @@ def _throughput(found: Results, _: Sequence[str]) -> str:
             _engine_cost(found, ()),
             "transformers' continuous batching, a model of the shape of Llama 8B, CUDA graphs:",
             _table(head, own),
-            _source(found, "h200_engine.json"),
+            _source(found, on_card("engine")),
         ]
     )
 
@@ -229,15 +236,15 @@ def _host(found: Results, _: Sequence[str]) -> str:
         [f"{row['requests']} x {row['prefix']}", "graphs of the canary's own" if row["graphs"] else "one by one"]
         + [f"{row['us'][part]:.0f}" for part in ("begin", "head", "tail", "end", "forward")]
         + [f"{row['p90_us']:.0f}"]
-        for row in load("h200_host.json")["rows"]
+        for row in load(on_card("host"))["rows"]
     ]
     head = ["requests x cached", "launches", "begin", "HEAD", "TAIL", "end", "all, us", "p90"]
-    return f"{_table(head, rows)}\n\n{_source(found, 'h200_host.json')}"
+    return f"{_table(head, rows)}\n\n{_source(found, on_card('host'))}"
 
 
 def _engine(found: Results, _: Sequence[str]) -> str:
     rows = []
-    for row in load("h200_engine.json")["rows"]:
+    for row in load(on_card("engine"))["rows"]:
         for name, mode in row["modes"].items():
             if name != "without":
                 ratio, host = mode["ratio"], mode["host_us"]
@@ -257,7 +264,7 @@ def _engine(found: Results, _: Sequence[str]) -> str:
                 )
     head = ["requests x context", "canary", "step without, ms", "on the device, ms", "of it HEAD and TAIL"]
     head += ["share of the step", "of the floor", "on the host, ms", "of it the adapter", "throughput / without"]
-    return f"{_table(head, rows)}\n\n{_source(found, 'h200_engine.json')}"
+    return f"{_table(head, rows)}\n\n{_source(found, on_card('engine'))}"
 
 
 def _kernel(name: str) -> str:
@@ -317,7 +324,7 @@ def _engine_rows(results: Sequence[dict[str, Any]], names: Sequence[str], found:
 
 def _seal_cost(found: Results, _: Sequence[str]) -> str:
     """Return a row for each launch of `kv-canary bench seals`, and what a scrub and a verdict take."""
-    results = load("h200_seals.json")
+    results = load(on_card("seals"))
     rows = [
         [
             row["model"].upper(),
@@ -337,7 +344,7 @@ def _seal_cost(found: Results, _: Sequence[str]) -> str:
     ]
     text = f"A pool of 100 GB gone round with `scrub_share=0.005`, worked out from the whole range: {', '.join(more)}."
     head = ["KV of", "op", "slots", "tokens", "us", "GB/s", "of a copy"]
-    return f"{_table(head, rows)}\n\n{text}\n\n{_source(found, 'h200_seals.json')}"
+    return f"{_table(head, rows)}\n\n{text}\n\n{_source(found, on_card('seals'))}"
 
 
 def _soak(found: Results, _: Sequence[str]) -> str:
@@ -446,8 +453,8 @@ def _chaos(found: Results, _: Sequence[str]) -> str:
 
 
 def _difftest(found: Results, _: Sequence[str]) -> str:
-    rows = []
-    for name in KINDS["fuzz"].files:
+    rows, fuzzed = [], [name for name in KINDS["fuzz"].files if name in found]
+    for name in fuzzed:
         run = load(name)
         targets = ", ".join(f"{target} {of['cases']:,}" for target, of in run["targets"].items())
         pairs = f"{run['coverage']['covered_pairs']:,} of {run['coverage']['feasible_pairs']:,}"
@@ -463,9 +470,7 @@ def _difftest(found: Results, _: Sequence[str]) -> str:
         f"{mutants['equivalent']}, survived {mutants['survived']}.",
     ]
     note = "Nothing was found by these runs."
-    return "\n\n".join(
-        [note, fuzz, _source(found, *KINDS["fuzz"].files), *lines, _source(found, "planted.json", "mutants.json")]
-    )
+    return "\n\n".join([note, fuzz, _source(found, *fuzzed), *lines, _source(found, "planted.json", "mutants.json")])
 
 
 # By the key that a result has of its engine's version.
@@ -473,7 +478,7 @@ _ENGINES = {"sglang": "SGLang", "vllm": "vLLM", "transformers": "transformers"}
 
 
 def _engines(found: Results, _: Sequence[str]) -> str:
-    overlap = load("h200_overlap.json")
+    overlap = load(on_card("overlap"))
     rows = [
         [
             f"overlapped scheduler, {life['engine']}",
@@ -483,7 +488,7 @@ def _engines(found: Results, _: Sequence[str]) -> str:
         ]
         for life in overlap["lives"]
     ]
-    for name in ("h200_sglang.json", "h200_vllm.json", "h200_transformers.json"):
+    for name in (on_card("sglang"), on_card("vllm"), on_card("transformers")):
         run = load(name)
         clean, faults, versions = run["clean"], run.get("faults", run.get("flips")), run.get("versions", {})
         rows.append(
@@ -496,7 +501,7 @@ def _engines(found: Results, _: Sequence[str]) -> str:
                 f"{sum(f['ok'] for f in faults)} of {len(faults)} planted faults found",
             ]
         )
-    transfer = load("h200_pd.json")
+    transfer = load(on_card("pd"))
     rows.append(
         [
             "transfers between two GPUs",
@@ -505,7 +510,7 @@ def _engines(found: Results, _: Sequence[str]) -> str:
             f"{transfer['faults_found']} found",
         ]
     )
-    names = ("h200_overlap.json", "h200_sglang.json", "h200_vllm.json", "h200_transformers.json", "h200_pd.json")
+    names = (on_card("overlap"), on_card("sglang"), on_card("vllm"), on_card("transformers"), on_card("pd"))
     return f"{_table(['engine', 'ran', 'false alarms', 'and'], rows)}\n\n{_source(found, *names)}"
 
 
@@ -560,7 +565,7 @@ def _tiers(found: Results, _: Sequence[str]) -> str:
 
 def _causes(found: Results, kinds: Sequence[str]) -> str:
     """Return how right the causes are that campaigns were told, a row for each."""
-    rows, names = [], [name for kind in kinds for name in KINDS[kind].files]
+    rows, names = [], [name for kind in kinds for name in KINDS[kind].files if name in found]
     for name in names:
         grades = Counter[str]()
         for row in load(name):
