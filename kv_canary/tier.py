@@ -11,6 +11,7 @@ Slots of a tier count from 1: the engine's slot 0 of the host is 1 here and in r
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -24,7 +25,7 @@ import torch
 from kv_canary.constants import RECORD_WORDS, RETIRED_BIT, WRITER_WORD, Reason
 from kv_canary.errors import must_be
 from kv_canary.host_seals import HostSeals
-from kv_canary.runtime.host import on_device, pinned
+from kv_canary.runtime.host import on_device
 from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.specs.structures import KvSource
 from kv_canary.specs.violation_row import ViolationRow, site_of
@@ -89,7 +90,7 @@ class _Load:
 
     slots: torch.Tensor
     rows: torch.Tensor
-    known: torch.Tensor
+    known: np.ndarray
     arrived: torch.cuda.Event | None = None
 
 
@@ -153,11 +154,13 @@ class HostTier:
         # A hash of K alone would differ from one of K and V.
         is_known = (k_source is None, v_source is None) == (pool.k_source is None, pool.v_source is None)
         self._hash: HostSeals | None = None
-        self._seals: torch.Tensor | None = None
+        # Records and seals side by side: they come and go together, and seals in any case.
+        self._width = RECORD_WORDS + (0 if pool.seals is None else pool.seals.words.shape[1])
+        self._rows = torch.zeros(num_slots + 1, self._width, dtype=torch.int64)
+        self.pool.records = self._rows[:, :RECORD_WORDS]
+        self._seals = None if pool.seals is None else self._rows[:, RECORD_WORDS:]
         if pool.seals is not None:
             per_band, seed = pool.seals.layers_per_band, pool.seals.seed
-            # They travel in any case.
-            self._seals = torch.zeros(num_slots + 1, pool.seals.words.shape[1], dtype=torch.int64)
             if is_known:
                 self.pool.keep_seals(by_layer=True, seed=seed, layers_per_band=per_band, words=self._seals)
                 self._hash = HostSeals(k_source, v_source, layers_per_band=per_band, seed=seed)
@@ -165,22 +168,20 @@ class HostTier:
         self._place = manager.watch_place(self.group, self._came_in)
         widest = max((s.bytes_per_token for s in (k_source, v_source) if s is not None), default=1)
         self._at_once = max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // widest))
-        self._width = RECORD_WORDS + (0 if self._seals is None else self._seals.shape[1])
-        # Of each slot: how often what it holds has changed, and whether bytes and records are there.
-        self._generations = np.zeros(num_slots + 1, np.int64)
-        self._is_there = np.zeros(num_slots + 1, bool)
-        # Whether its bytes have been seen to be those of its seal since they came, and whether they were not when they
-        # were looked at first.
-        self._is_intact, self._came_wrong = np.zeros(num_slots + 1, bool), np.zeros(num_slots + 1, bool)
-        # Slots of which nobody can say what they hold.
-        self._is_unknown = np.zeros(num_slots + 1, bool)
+        # Of each slot: how often what it holds has changed. What is known of it is known as of a generation, and is
+        # forgotten with it: whether bytes and records are there; whether nobody can say what it holds; whether its
+        # bytes have been seen to be those of its seal since they came; whether they were not at the first look.
+        self._generations = np.ones(num_slots + 1, np.int64)
+        self._there, self._unknown, self._intact, self._wrong = (np.zeros(num_slots + 1, np.int64) for _ in range(4))
         self._backups: deque[Backup] = deque()
         # What has come from elsewhere, with records and seals side by side or without, from any thread.
         self._brought: deque[tuple[Expected, torch.Tensor | None]] = deque()
         self._loads: list[_Load] = []
         self._loading: _Load | None = None
         self._backed_up = self._loaded = self._came = self._came_unknown = 0
-        self._waiting: deque[int] = deque(maxlen=_MOST_WAITING)
+        # Slots that have not been looked at since they came, in pieces; how many came, were taken out, and given up.
+        self._waiting: deque[np.ndarray] = deque()
+        self._queued = self._taken = self._given_up = 0
         self._cursor, self._rounds = 1, 0
         self._verified = self._unsealed = 0
         self._looks = threading.Lock()
@@ -199,7 +200,7 @@ class HostTier:
             host_slots: int64 [n] on the CPU, the engine's numbers.
         """
         pool, host = self.device_pool, host_slots.to("cpu", torch.int64) + 1
-        self._forget(host)
+        self._forget(host.numpy())
         slots = on_device(device_slots, self._manager.device).to(torch.int64)
         if slots.is_cuda:
             # It was made on the scheduler's stream, as that of a load.
@@ -207,7 +208,7 @@ class HostTier:
         parts = [pool.records[slots]]
         if (seals := pool.take_seals(slots)) is not None:
             parts.append(seals)
-        here = pinned(len(slots) * self._width, slots.device).view(len(slots), -1)
+        here = _unset(len(slots), self._width, slots.device)
         here.copy_(torch.cat(parts, dim=1), non_blocking=True)
         return Backup(
             has_gaps=self._manager.unverified.has_gaps(pool),
@@ -234,14 +235,12 @@ class HostTier:
         # The engine loads only what it knows to have arrived.
         self.settle()
         slots = on_device(device_slots, self._manager.device).to(torch.int64)
-        rows = pinned(len(host) * self._width, slots.device).view(len(host), -1)
-        parts = [self.pool.records[host]]
-        if self._seals is not None:
-            parts.append(self._seals[host])
-        is_there = torch.from_numpy(self._is_there[host.numpy()])
-        rows.copy_(torch.where(is_there[:, None], torch.cat(parts, dim=1), 0))
-        known = is_there | torch.from_numpy(self._is_unknown[host.numpy()])
-        self._loading = _Load(slots=slots, rows=rows, known=known)
+        rows = _unset(len(host), self._width, slots.device)
+        torch.index_select(self._rows, 0, host, out=rows)
+        is_there = self._is(self._there, host.numpy())
+        if not is_there.all():
+            rows[torch.from_numpy(~is_there)] = 0
+        self._loading = _Load(slots=slots, rows=rows, known=is_there | self._is(self._unknown, host.numpy()))
         self._loads.append(self._loading)
 
     def loaded(self) -> None:
@@ -265,12 +264,7 @@ class HostTier:
             host_slots: int64 [n] on the CPU, the engine's numbers.
         """
         host = host_slots.to("cpu", torch.int64) + 1
-        if not self._is_there[host.numpy()].all():
-            return None
-        parts = [self.pool.records[host]]
-        if self._seals is not None:
-            parts.append(self._seals[host])
-        return torch.cat(parts, dim=1)
+        return self._rows[host] if self._is(self._there, host.numpy()).all() else None
 
     def expect(self, host_slots: torch.Tensor) -> Expected:
         """Return what `bring` wants of slots that bytes are about to come to; from any thread.
@@ -294,21 +288,19 @@ class HostTier:
 
     def free(self, host_slots: torch.Tensor) -> None:
         """Take in that the engine may give slots to others; int64, the engine's numbers."""
-        self._forget(host_slots.to("cpu", torch.int64) + 1)
+        self._forget(host_slots.to("cpu", torch.int64).numpy() + 1)
 
     def clear(self) -> None:
         """Take in that no slot holds anything."""
         self._generations += 1
-        for facts in (self._is_there, self._is_unknown, self._is_intact, self._came_wrong):
-            facts[:] = False
-        self.pool.records.zero_()
+        self._rows.zero_()
         self._backups.clear()
         self._brought.clear()
 
     def forget(self) -> None:
         """Take in that nobody can say what any slot holds: what comes back is taken in anew, from what it is then."""
         self.clear()
-        self._is_unknown[:] = True
+        self._unknown[:] = self._generations
         self._loads.clear()
         self._loading = None
 
@@ -347,7 +339,7 @@ class HostTier:
             pool.records[load.slots] = records
             manager.unverified.written(pool, load.slots)
             # What was there had no record either: nobody had seen it written.
-            gaps = load.known.numpy() & ~load.rows[:, :RECORD_WORDS].numpy().any(axis=1)
+            gaps = load.known & _is_nothing(load.rows.numpy())
             if gaps.any():
                 manager.unverify(pool, load.slots[on_device(torch.from_numpy(gaps), load.slots.device)])
             manager.arrived(pool, load.slots, rows[:, RECORD_WORDS:] if pool.seals is not None else None)
@@ -361,9 +353,9 @@ class HostTier:
             loaded=self._loaded,
             verified=self._verified,
             unsealed=self._unsealed,
-            waiting=len(self._waiting),
+            waiting=max(0, self._queued - self._taken - self._given_up),
             rounds=self._rounds,
-            memory=self.pool.records.nbytes + (0 if self._seals is None else self._seals.nbytes),
+            memory=self._rows.nbytes,
             brought=self._came,
             brought_unknown=self._came_unknown,
         )
@@ -395,16 +387,50 @@ class HostTier:
             return 0
         with self._looks:
             if whole:
-                self._waiting.clear()
+                while len(self._next_waiting()):
+                    pass
                 return sum(self._look(self._from(first)) for first in range(1, self.pool.num_slots, self._at_once))
-            waiting = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._at_once))]
-            if waiting:
-                return self._look(np.array(waiting))
+            waiting = self._next_waiting()
+            if len(waiting):
+                return self._look(waiting)
             slots = self._from(self._cursor)
             self._cursor += len(slots)
             if self._cursor >= self.pool.num_slots:
                 self._cursor, self._rounds = 1, self._rounds + 1
             return self._look(slots)
+
+    def _wait(self, slots: np.ndarray) -> None:
+        """Have slots looked at that have just come; where too many wait, the oldest are come to in turn."""
+        self._waiting.append(slots)
+        self._queued += len(slots)
+        while self._queued - self._taken - self._given_up > _MOST_WAITING:
+            try:
+                self._given_up += len(self._waiting.popleft())
+            except IndexError:
+                # The other thread has them.
+                return
+
+    def _next_waiting(self) -> np.ndarray:
+        """Return as many slots that wait as are looked at at once, and have them wait no more."""
+        try:
+            slots = self._waiting.popleft()
+        except IndexError:
+            return np.zeros(0, np.int64)
+        if len(slots) > self._at_once:
+            self._waiting.appendleft(slots[self._at_once :])
+            slots = slots[: self._at_once]
+        self._taken += len(slots)
+        return slots
+
+    def _is(self, generations: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """Whether something is known of slots, by the generations that it is known as of."""
+        known: np.ndarray = generations[slots] == self._generations[slots]
+        return known
+
+    @property
+    def held(self) -> np.ndarray:
+        """The slots whose bytes and records are there, by this pool's numbers."""
+        return np.flatnonzero(self._there == self._generations)
 
     def _from(self, first: int) -> np.ndarray:
         """Return as many slots as are looked at at once, from `first` on, fewer at the end."""
@@ -419,23 +445,24 @@ class HostTier:
                 self._manager.guard.failed("looking at the host tier", error)
             spent = time.monotonic() - began
             # A tier that is empty is gone round in no time.
-            idle = _IDLE if not looked and (rounds != self._rounds or not self._is_there.any()) else 0.0
+            idle = _IDLE if not looked and (rounds != self._rounds or not len(self.held)) else 0.0
             self._ended.wait(max(spent * (1 / CHECKED_SHARE - 1), idle))
 
     def _look(self, slots: np.ndarray) -> int:
         """Hold slots against their seals, and report those that have stayed what they were meanwhile."""
-        slots = slots[self._is_there[slots]]
+        before = self._generations[slots]
+        is_there = self._there[slots] == before
+        slots, before = slots[is_there], before[is_there]
         if not len(slots) or self._hash is None or self._seals is None:
             return 0
-        before = self._generations[slots]
-        records, seals = self.pool.records.numpy()[slots], self._seals.numpy()[slots]
+        records, seals = np.split(self._rows.numpy()[slots], [RECORD_WORDS], axis=1)
         writer = records[:, WRITER_WORD]
         live = records.any(axis=1) & (writer >= 0)
         sealed = live & (seals[:, 0] == writer) & (seals[:, 1] != 0)
         chosen = np.flatnonzero(sealed)
-        kept, found = seals[chosen, 1:].view(np.uint64), self._hash.words(slots[chosen])
+        kept, found = np.ascontiguousarray(seals[chosen, 1:]).view(np.uint64), self._hash.words(slots[chosen])
         differ = kept ^ found
-        stayed = (self._generations[slots[chosen]] == before[chosen]) & self._is_there[slots[chosen]]
+        stayed = self._generations[slots[chosen]] == before[chosen]
         rows = [
             self._row(
                 int(slots[chosen[n]]),
@@ -447,10 +474,11 @@ class HostTier:
             )
             for n, band in islice(zip(*np.nonzero((differ != 0) & stayed[:, None]), strict=True), _MOST_ROWS)
         ]
-        wrong = (differ != 0).any(axis=1)
-        looked = slots[chosen[stayed]]
-        self._came_wrong[looked] |= wrong[stayed] & ~self._is_intact[looked]
-        self._is_intact[looked] |= ~wrong[stayed]
+        wrong = (differ != 0).any(axis=1)[stayed]
+        looked, generations = slots[chosen[stayed]], before[chosen[stayed]]
+        came_wrong = wrong & (self._intact[looked] != generations)
+        self._wrong[looked[came_wrong]] = generations[came_wrong]
+        self._intact[looked[~wrong]] = generations[~wrong]
         self._verified += len(chosen)
         self._unsealed += int(live.sum()) - len(chosen)
         if rows:
@@ -472,41 +500,39 @@ class HostTier:
 
     def _came_in(self, row: ViolationRow) -> int | None:
         """Return the step of a violation where the bytes were wrong when they were looked at first; None otherwise."""
-        return row.step if self._came_wrong[row.slot] else None
+        return row.step if self._wrong[row.slot] == self._generations[row.slot] else None
 
     def _take_in(self, backup: Backup) -> None:
-        host, numbers = backup.slots, backup.slots.numpy()
-        stayed = self._generations[numbers] == backup.generations
-        host, rows, numbers = host[stayed], backup.rows[stayed], numbers[stayed]
-        self.pool.records[host] = rows[:, :RECORD_WORDS]
-        if self._seals is not None:
-            self._seals[host] = rows[:, RECORD_WORDS:]
-        self._is_there[numbers] = True
+        numbers, rows = self._put(backup.slots.numpy(), backup.rows.numpy(), backup.generations)
         self._backed_up += len(numbers)
-        self._waiting.extend(numbers.tolist())
-        self._report_unowned(numbers, rows[:, :RECORD_WORDS].numpy(), has_gaps=backup.has_gaps)
+        self._report_unowned(numbers, rows[:, :RECORD_WORDS], has_gaps=backup.has_gaps)
+
+    def _put(self, slots: np.ndarray, rows: np.ndarray, generations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Give slots their records and seals, but those that hold something else by now; return whom, and what."""
+        stayed = self._generations[slots] == generations
+        if not stayed.all():
+            slots, rows, generations = slots[stayed], rows[stayed], generations[stayed]
+        self._rows.numpy()[slots] = rows
+        self._there[slots] = generations
+        self._wait(slots)
+        return slots, rows
 
     def _take_in_brought(self, expected: Expected, rows: torch.Tensor | None) -> None:
-        stayed = self._generations[expected.slots.numpy()] == expected.generations
-        host = expected.slots[torch.from_numpy(stayed)]
-        self._forget(host)
-        numbers = host.numpy()
+        slots = expected.slots.numpy()
+        stayed = self._generations[slots] == expected.generations
+        slots = slots[stayed]
+        self._forget(slots)
         if rows is None:
-            self._is_unknown[numbers] = True
-            self._came_unknown += len(numbers)
+            self._unknown[slots] = self._generations[slots]
+            self._came_unknown += len(slots)
             return
-        rows = rows[torch.from_numpy(stayed)]
-        self.pool.records[host] = rows[:, :RECORD_WORDS]
-        if self._seals is not None:
-            self._seals[host] = rows[:, RECORD_WORDS:]
-        self._is_there[numbers] = True
-        self._came += len(numbers)
-        self._waiting.extend(numbers.tolist())
+        self._put(slots, rows.numpy()[stayed], self._generations[slots])
+        self._came += len(slots)
 
     def _report_unowned(self, numbers: np.ndarray, records: np.ndarray, *, has_gaps: bool) -> None:
         """Report slots that were backed up when nobody had written them, or had them any more."""
         retired = (records[:, WRITER_WORD] >> RETIRED_BIT) & 1 != 0
-        nothing = np.logical_not(records.any(axis=1))
+        nothing = _is_nothing(records)
         if has_gaps:
             nothing = np.zeros_like(nothing)
         rows = [
@@ -516,12 +542,23 @@ class HostTier:
         if rows:
             self._manager.report(rows)
 
-    def _forget(self, slots: torch.Tensor) -> None:
-        numbers = slots.numpy()
-        self._generations[numbers] += 1
-        for facts in (self._is_there, self._is_unknown, self._is_intact, self._came_wrong):
-            facts[numbers] = False
-        self.pool.records[slots] = 0
+    def _forget(self, slots: np.ndarray) -> None:
+        self._generations[slots] += 1
+
+
+@torch.inference_mode(False)
+def _unset(rows: int, width: int, device: torch.device) -> torch.Tensor:
+    """Return int64 [rows, width] on the host, whatever is in it, which copies to and from `device` need not wait for.
+
+    In whatever mode the engine is, it can be written to in any other.
+    """
+    return torch.empty(rows, width, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+
+
+def _is_nothing(rows: np.ndarray) -> np.ndarray:
+    """Return of each of int64 rows that begin with a record whether that is all zeros."""
+    nothing: np.ndarray = functools.reduce(np.bitwise_or, (rows[:, word] for word in range(RECORD_WORDS))) == 0
+    return nothing
 
 
 def _shape(source: KvSource) -> tuple[int, int]:

@@ -146,7 +146,7 @@ def engine(
     rows, failed = run.measure(settings, say=lambda line: click.echo(line, err=True))
     run.show(rows)
     if json_path is not None:
-        result = run.result(rows, failed, facts(device, commit=commit, kind="engine_cost"))
+        result = run.result(rows, failed, facts(device, commit=commit, kind="tiers_cost" if tiers else "engine_cost"))
         json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if any(failed.values()) or any(row.checks for row in rows):
         click.echo(f"kv-canary: bench: not all is well; logs are in {settings.out}", err=True)

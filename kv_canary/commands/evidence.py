@@ -24,9 +24,12 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench/results"
 # The folders that install inside of kv_canary.
 _INSIDE = ("bench", "difftest", "kernels", "reference")
-# What of kv_canary/ no engine runs, and the adapters, each of which runs in its own.
-_APART = ("commands", "demo", "cli.py", "__main__.py", "engines")
+# What of kv_canary/ runs only where KV goes to host memory or to another process.
+_TIERS = ("tier.py", "host_seals.py", "transfer.py")
+# That, what no engine runs, and the adapters, each of which runs in its own.
+_APART = ("commands", "demo", "cli.py", "__main__.py", "engines", *_TIERS)
 
+TIERS = tuple(f"kv_canary/{name}" for name in _TIERS)
 RUNTIME = ("kv_canary", "kernels", "reference")
 _PATCHES = "kv_canary/engines/patches.py"
 SGLANG = (*RUNTIME, "kv_canary/engines/sglang", _PATCHES)
@@ -38,6 +41,8 @@ TRANSFORMERS = (
 )
 OPS = ("kernels", "reference", "kv_canary/specs", "kv_canary/ops.py", "kv_canary/backends.py")
 GENERATED = (*OPS, "difftest/strategies")
+# What is timed on an engine and how; the options are in the rows.
+SERVING = tuple(f"bench/serving/{part}.py" for part in ("clocks", "modes", "run", "sharing", "worker"))
 # What makes a mutant, and judges it.
 MUTATION = tuple(f"difftest/mutation/{part}.py" for part in ("edits", "mutants", "overlay", "pool"))
 
@@ -107,7 +112,7 @@ KINDS = {
     ),
     "runtime_mutants": Evidence(
         files=("runtime_mutants.json",),
-        sources=(*RUNTIME, "kv_canary/engines", *MUTATION, "difftest/mutation/runtime.py"),
+        sources=(*RUNTIME, *TIERS, "kv_canary/engines", *MUTATION, "difftest/mutation/runtime.py"),
         command=(
             "kv-canary difftest mutants --part kv_canary --same F --json F, then with --survivors F for --same, "
             "where F is bench/results/runtime_mutants.json"
@@ -124,13 +129,18 @@ KINDS = {
         command="kv-canary bench adapters --engine ENGINE --json FILE, in the environment of each engine",
     ),
     "engine_cost": Evidence(
-        files=tuple(name for part in ("", "_8b", "_writes", "_tiers") for name in _on_cards(f"engine_cost{part}")),
-        sources=(*SGLANG, "bench/serving"),
+        files=tuple(name for part in ("", "_8b", "_writes") for name in _on_cards(f"engine_cost{part}")),
+        sources=(*SGLANG, *SERVING),
         command="kv-canary bench engine --json FILE",
+    ),
+    "tiers_cost": Evidence(
+        files=_on_cards("engine_cost_tiers"),
+        sources=(*SGLANG, *TIERS, *SERVING),
+        command="kv-canary bench engine --tiers 16x64x4096 --json FILE",
     ),
     "vllm_cost": Evidence(
         files=_on_cards("vllm_cost"),
-        sources=(*VLLM, "bench/serving", "bench/vllm"),
+        sources=(*VLLM, *SERVING, "bench/vllm"),
         command="kv-canary bench vllm --json FILE",
     ),
     "seal_cost": Evidence(
@@ -154,7 +164,7 @@ KINDS = {
         command="kv-canary stress overlap --device cuda --json FILE",
     ),
     "transfer": Evidence(
-        files=_on_cards("pd"), sources=RUNTIME, command="kv-canary stress transfer --device cuda --json FILE"
+        files=_on_cards("pd"), sources=(*RUNTIME, *TIERS), command="kv-canary stress transfer --device cuda --json FILE"
     ),
     "ranks": Evidence(
         files=_on_cards("ranks"),
@@ -168,7 +178,7 @@ KINDS = {
     ),
     "sglang": Evidence(
         files=_on_cards("sglang"),
-        sources=SGLANG,
+        sources=(*SGLANG, *TIERS),
         command="python -P -m kv_canary.difftest.stress.sglang.cuda --json FILE",
     ),
     "sglang_detection": Evidence(
@@ -178,17 +188,17 @@ KINDS = {
     ),
     "tiers": Evidence(
         files=("tiers_detection.json", *_on_cards("tiers")),
-        sources=SGLANG,
+        sources=(*SGLANG, *TIERS),
         command="kv-canary stress sglang-tiers --json bench/results/tiers_detection.json; on a GPU: --device cuda",
     ),
     "vllm_tiers": Evidence(
         files=("vllm_tiers_detection.json",),
-        sources=VLLM,
+        sources=(*VLLM, *TIERS),
         command="kv-canary stress vllm-tiers --json bench/results/vllm_tiers_detection.json",
     ),
     "vllm_gpu": Evidence(
         files=_on_cards("vllm"),
-        sources=VLLM,
+        sources=(*VLLM, *TIERS),
         command="python -P -m kv_canary.difftest.stress.vllm.cuda --json FILE",
     ),
     "vllm_churn": Evidence(

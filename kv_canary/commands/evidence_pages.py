@@ -121,7 +121,7 @@ def _ratio(row: dict[str, Any]) -> str:
 
 
 def _cost(found: Results, _: Sequence[str]) -> str:
-    measured, _names = _served(found)
+    measured, _names = _served(found, "engine_cost", "tiers_cost")
     ratios = {(*_batch(r), r["mode"]): r for r in measured}
     ranked = sorted((key for key in ratios if key[-1] == "ours"), key=lambda key: float(ratios[key]["ratio"]))
     rows = []
@@ -182,9 +182,9 @@ def _cost(found: Results, _: Sequence[str]) -> str:
     )
 
 
-def _served(found: Results, kind: str = "engine_cost") -> tuple[list[dict[str, Any]], list[str]]:
+def _served(found: Results, *kinds: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Return every row of a benchmark of an engine, each with its `run`: the GPU, and the files that they are in."""
-    names = [name for name in KINDS[kind].files if name in found]
+    names = [name for kind in kinds for name in KINDS[kind].files if name in found]
     # The card in the name is that of every row, a test says.
     return [{"run": _card(name), "file": name, **row} for name in names for row in load(name)], names
 
@@ -274,7 +274,7 @@ def _kernel(name: str) -> str:
 
 
 def _engine_cost(found: Results, _: Sequence[str]) -> str:
-    return _engine_rows(*_served(found), found)
+    return _engine_rows(*_served(found, "engine_cost", "tiers_cost"), found)
 
 
 def _vllm_cost(found: Results, _: Sequence[str]) -> str:

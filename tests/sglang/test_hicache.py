@@ -316,7 +316,7 @@ def test_a_bit_that_flips_in_host_memory_is_found_there(llama):
     host = scheduler.tree_cache.cache_controller.mem_pool_host.entries[0].host_pool
     [used] = tiers()
     used.settle()
-    slot = int(used._is_there.nonzero()[0][10])
+    slot = int(used.held[10])
     host.kv_buffer.view(torch.uint8)[1, 1, slot - 1].view(-1)[5] ^= 8
     looked_at()
     assert seen() == {"full on the host": {"SEAL_V"}}
@@ -382,7 +382,7 @@ def test_a_node_whose_host_slots_are_another_ones_is_found_by_its_tokens(llama):
     fill(scheduler)
     controller = scheduler.tree_cache.cache_controller
     move = controller._move_op_indices
-    other = next(int(s) for s in tiers()[0]._is_there.nonzero()[0][::-1])
+    other = next(int(s) for s in tiers()[0].held[::-1])
 
     def swapped(operation: Any) -> Any:
         operation.host_indices = operation.host_indices.clone()
@@ -469,7 +469,7 @@ def test_another_process_holds_what_it_finds_against_what_was_stored(llama, tmp_
     assert in_storage()["brought"] == req.cached_tokens // 16 > 0
     # Nobody here has written it.
     [used] = tiers()
-    writers = used.pool.records[torch.from_numpy(used._is_there.nonzero()[0])][: req.cached_tokens, 3]
+    writers = used.pool.records[torch.from_numpy(used.held)][: req.cached_tokens, 3]
     assert (writers & ((1 << 24) - 1)).tolist() == [0] * req.cached_tokens
 
 

@@ -590,7 +590,7 @@ class Engine:
         self.tier.settle()
         records = self.tier.pool.records
         written = {int(token): n for n, token in enumerate(prompt[:KEPT])}
-        there = self.tier._is_there.nonzero()[0]
+        there = self.tier.held
         tokens = records[torch.from_numpy(there), 0] & 0xFFFFFFFF
         positions = (records[torch.from_numpy(there), 0] >> 32) & 0xFFFFFFFF
         mine = [
