@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kv_canary as kc
+from kv_canary import tier as tier_module
 from kv_canary.host_seals import HostSeals
 from kv_canary.reference.seals import band_words
 from kv_canary.specs.structures import Endpoint, KvSource
@@ -267,6 +268,44 @@ def test_the_thread_looks_at_what_arrives_first_and_then_at_all_of_it() -> None:
     # Found again and again, it is one incident.
     [incident] = t.engine.manager.incidents
     assert incident.count >= 2
+
+
+def test_of_too_many_that_wait_the_oldest_are_come_to_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_module, "_MOST_WAITING", 12)
+    t, _, device, _ = lived()
+    for first in (20, 32, 44):
+        t.backup(device, torch.arange(first, first + 10))
+        t.tier.settle()
+    assert t.tier.facts.waiting == 10
+    # One of those that wait no more, and one that does.
+    t.halves[0][0, 21, 0] ^= 1
+    t.halves[0][0, 45, 0] ^= 1
+    assert t.tier.check() == 10
+    t.engine.manager.flush()
+    assert {r.slot for r in t.engine.manager.reports} == {46}
+    assert t.tier.facts.waiting == 0
+    assert t.tier.check(whole=True) == 30
+    t.engine.manager.flush()
+    assert {r.slot for r in t.engine.manager.reports} == {46, 22}
+
+
+def test_what_is_freed_or_written_anew_while_it_waits_is_not_held_against_what_it_was() -> None:
+    t, _, device, host = lived()
+    t.backup(device, host)
+    t.tier.settle()
+    assert t.tier.held.tolist() == (host + 1).tolist()
+    t.tier.free(host[:4])
+    # Others' bytes lie there by now, and with the last ones their records do.
+    t.halves[0][:, 20:24] = 7
+    t.backup(device[:2], host[8:])
+    assert t.tier.held.tolist() == (host[4:8] + 1).tolist()
+    t.tier.settle()
+    assert t.tier.held.tolist() == (host[4:] + 1).tolist()
+    assert t.found() == {}
+    assert t.tier.rows_of(host[3:5]) is None
+    rows = t.tier.rows_of(host[8:])
+    assert rows is not None
+    assert torch.equal(rows[:, :4], t.group.pool.records[device[:2]])
 
 
 def test_a_tier_that_is_emptied_forgets_everything() -> None:

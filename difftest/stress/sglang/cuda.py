@@ -254,7 +254,9 @@ def _judged(case: Case, results: dict[Case, dict[str, Any]]) -> dict[str, Any]:
     """Say what a case has shown."""
     watched = results[case]
     if not watched["served"]:
-        return {"case": asdict(case), "name": case.name, "ok": False, "failed": ["served"], **watched}
+        row = {"case": asdict(case), "name": case.name, "ok": False, "failed": ["served"], **watched}
+        # Whether it is the canary that an engine does not start with.
+        return row if case.fault else {**row, "plain_served": results[replace(case, canary=False)]["served"]}
     if case.fault:
         status = watched["status"]
         checks = fault_checks(watched) | {"healthy": status["watching"] == "complete" and not status["off"]}
