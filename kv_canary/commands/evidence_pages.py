@@ -356,6 +356,9 @@ def _soak(found: Results, _: Sequence[str]) -> str:
         f"{soak['false_alarms']} false alarms; {happened[0]['slots freed']:,} slots were freed and "
         f"{happened[0]['retracted']:,} requests retracted in the model engines."
     )
+    wrong = [sentence for part in ("model_engines", "transformers") for sentence in soak[part]["wrong"]]
+    if wrong:
+        text += f" Otherwise judged wrong: {'; '.join(wrong)}."
     return f"{text}\n\n{_source(found, 'soak.json')}"
 
 

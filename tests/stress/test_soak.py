@@ -129,6 +129,16 @@ def test_with_a_stride_some_are_verified_but_not_none() -> None:
     assert (tally.relied_on, tally.verified) == (0, 0)
 
 
+def test_a_life_that_has_read_nothing_is_not_wrong_and_none_verifies_more_than_it_reads() -> None:
+    for every in (True, False):
+        total = soak.Tally()
+        nothing = {**HEALTHY, "positions_relied_on": 0, "positions_verified": 0}
+        total.judge("life", nothing, [], relied_on=0, every=every)
+        assert total.wrong == []
+        total.judge("life", {**HEALTHY, "positions_verified": 101}, [], relied_on=100, every=every)
+        assert total.wrong == ["life: 101 of 100 cached positions were verified"]
+
+
 def test_the_same_seed_draws_the_same_engines() -> None:
     def texts(number: int) -> list[str]:
         return [str(dataclasses.replace(c, groups=())) for c in random_engine.draw_configs(number, 4)]
