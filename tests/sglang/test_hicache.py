@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,6 +149,27 @@ def test_what_is_being_loaded_is_looked_at_behind_the_forward(llama, variant, lo
     run = run_tiered(llama, scenario, variant)
     assert looks.count("late") == 0
     assert tiers()[0].facts.loaded > 300
+
+
+def test_what_was_freed_is_retired_once_the_scheduler_s_stream_knows_it(monkeypatch):
+    """Which slots were freed is computed on that stream; in front of a load they are retired on the forwards'."""
+    order: list[Any] = []
+    tiers = hicache.HostTiers.__new__(hicache.HostTiers)
+    forwards = SimpleNamespace(wait_stream=lambda other: order.append(("waits for", other)))
+    tiers._device = torch.device("cuda")
+    tiers._controller = SimpleNamespace(load_fence_stream=forwards, load_queue=[1])
+    tiers._following = lambda what: contextlib.nullcontext()
+    tiers._retire_freed = lambda: order.append("retires")
+
+    @contextlib.contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        order.append("the forwards'" if stream is forwards else stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the scheduler's")
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    tiers._start_loading(lambda: order.append("loads"))
+    assert order == [("waits for", "the scheduler's"), "the forwards'", "retires", "loads"]
 
 
 def test_a_forward_that_raises_while_kv_is_loaded_is_given_up(llama, looks, monkeypatch):
