@@ -163,6 +163,7 @@ class SingleForwardManager:
         expects_tokens: bool | None = None,
         is_given: bool = False,
         has_table_rows: bool = False,
+        graph_tokens: int | None = None,
     ) -> int:
         """Run HEAD and TAIL once on nothing for every size that they are rounded to, so that all kernels are compiled.
 
@@ -170,6 +171,8 @@ class SingleForwardManager:
 
         Args:
             tables, expects_tokens, is_given, has_table_rows: see `capturing`.
+            graph_tokens: of which the engine's largest decode graph has room, whose tensors are read in place; None:
+                none is.
 
         Raises:
             RuntimeError: the last forward, or another one of the manager, was not ended.
@@ -191,7 +194,10 @@ class SingleForwardManager:
                 has_pending=has_pending,
                 advances=None if self.inner else (min(tokens, MOST_REPLAYED), requests),
             )
-            for requests, tokens, has_pending in _sizes(limits.max_requests, limits.max_tokens, inner=self.inner)
+            for requests, tokens, has_pending in (
+                *_sizes(limits.max_requests, limits.max_tokens, inner=self.inner),
+                *_cut_short(limits.max_requests, limits.max_tokens, graph_tokens=graph_tokens),
+            )
         ]
         self._steps.begin_launches(self)
         try:
@@ -975,6 +981,15 @@ def _sizes(max_requests: int, max_tokens: int, *, inner: bool) -> Iterator[tuple
         for tokens in rounded(max_tokens):
             if tokens >= min(requests, max_tokens):
                 yield requests, tokens, False
+
+
+def _cut_short(max_requests: int, max_tokens: int, *, graph_tokens: int | None) -> Iterator[tuple[int, int, bool]]:
+    """Yield the shape of decodes that are rounded to more tokens than the tensors of their graph have, as `_sizes`."""
+    if graph_tokens is None:
+        return
+    most = min(graph_tokens, max_requests)
+    if most > 0 and graph_tokens < round_up(most, max_tokens):
+        yield round_up(most, max_requests), graph_tokens, False
 
 
 def _are_different(numbers: Int64s) -> bool:

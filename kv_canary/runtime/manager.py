@@ -272,7 +272,12 @@ class CanaryManager:
         return self._forwards[name]
 
     def warm_up(
-        self, tables: Mapping[str, torch.Tensor], *, is_given: bool = False, has_table_rows: bool = False
+        self,
+        tables: Mapping[str, torch.Tensor],
+        *,
+        is_given: bool = False,
+        has_table_rows: bool = False,
+        graph_tokens: int | None = None,
     ) -> None:
         """Compile every kernel that the forwards made so far will launch, and say how long that took.
 
@@ -284,6 +289,7 @@ class CanaryManager:
             is_given: whether batches will say which rows and lengths the attention backend is given; of inner forwards
                 they never do.
             has_table_rows: whether their requests will have a `table_row`.
+            graph_tokens: of which the engine's largest decode graph has room, where its tensors are read in place.
         """
         if self.is_off or not self.context.new_replays().rounds_up:
             return
@@ -293,7 +299,9 @@ class CanaryManager:
             for forward in self._forwards.values():
                 its = {g.name: tables[g.name] for g in forward.groups}
                 its_given = is_given and not forward.inner
-                sizes += forward.warm_up(tables=its, is_given=its_given, has_table_rows=has_table_rows)
+                sizes += forward.warm_up(
+                    tables=its, is_given=its_given, has_table_rows=has_table_rows, graph_tokens=graph_tokens
+                )
             self.state.warm_up(backend=self.backend)
             self._retirement.warm_up()
             seals.warm_up(self.context)

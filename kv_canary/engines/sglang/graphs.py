@@ -20,6 +20,11 @@ class Graphs:
         """Return whether a forward may be the replay of a graph; its result says whether it was."""
         return bool(forward_batch.forward_mode.is_decode()) and _buffers(runner) is not None
 
+    def tokens_of(self, runner: Any) -> int | None:
+        """Return how many tokens the graphs of a decode have room for; None where there are none."""
+        buffers = _buffers(runner)
+        return None if buffers is None else len(buffers.out_cache_loc)
+
     def inputs_of(self, runner: Any, result: Any, groups: Sequence[BufferGroup], *, count: int) -> ModelInputs | None:
         """Return what the graph of a decode of `count` requests has read; None where none was replayed."""
         buffers = _buffers(runner)

@@ -294,7 +294,8 @@ class Session:
             tables |= {g.name: runner.req_to_token_pool.req_to_token for g in groups}
             for drafts in (False, True) if groups[0].token_offset else (False,):
                 self._forward_of(runner, drafts=drafts)
-        self.manager.warm_up(tables, is_given=True)
+        graph_tokens = self._graphs.tokens_of(self.scheduler.tp_worker.model_runner)
+        self.manager.warm_up(tables, is_given=True, graph_tokens=graph_tokens)
 
     def note(self, forward_batch: Any, schedule_batch: Any) -> None:
         """Keep with a forward batch who the forward is of."""
