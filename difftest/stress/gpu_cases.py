@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 # What a case's result holds for comparison alone.
 LONG = ("prompts", "tokens")
@@ -48,3 +49,21 @@ def fault_checks(watched: Mapping[str, Any]) -> dict[str, bool]:
         # Others may share the place; what stands behind a changed place has another predecessor.
         "nothing else": all(r["position"] in planted["touched"] for r in reports),
     }
+
+
+def compiled_from_here() -> list[str]:
+    """Return a list that every kernel of the canary's is added to that Triton comes to compile in this process.
+
+    Those that it takes from its cache on the disk are among them: with an empty one they would be compiled. What was
+    compiled before is not, and where Triton interprets nothing is.
+    """
+    found: list[str] = []
+    before = triton.knobs.runtime.jit_post_compile_hook
+
+    def hook(**told: Any) -> Any:
+        if told["fn"].module.startswith("kv_canary."):
+            found.append(told["repr"])
+        return None if before is None else before(**told)
+
+    triton.knobs.runtime.jit_post_compile_hook = hook
+    return found

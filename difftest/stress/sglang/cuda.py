@@ -6,8 +6,9 @@ A real scheduler of SGLang serves a tiny random model in this process's children
 loops: chunked prefill, prefix hits, eviction, retraction, aborts. With a canary the tokens must be the same as without,
 it must find nothing and leave no cached position out, and graphs must really have been replayed, for batches smaller
 than a graph's too. Then a bit of a cached key of the last layer is flipped for one forward, and two entries of
-`req_to_token` change places for one: the canary must name the places, and nothing else. SGLang's compiled kernels need
-not be there: see `sglang_standins`. Ends with status 1 if anything is not so.
+`req_to_token` change places for one: the canary must name the places, and nothing else. Behind the engine's start no
+kernel of the canary's may be compiled. SGLang's compiled kernels need not be there: see `standins`. Ends with status 1
+if anything is not so.
 """
 
 from __future__ import annotations
@@ -262,6 +263,7 @@ def _judged(case: Case, results: dict[Case, dict[str, Any]]) -> dict[str, Any]:
         checks = fault_checks(watched) | {"healthy": status["watching"] == "complete" and not status["off"]}
     else:
         checks = _clean_checks(case, watched, results[replace(case, canary=False)])
+    checks["nothing compiled while it serves"] = not watched["compiled"]
     return {
         "case": asdict(case),
         "name": case.name,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kv_canary.difftest.stress.gpu_cases import compiled_from_here
 from kv_canary.difftest.stress.sglang import standins
 from kv_canary.difftest.stress.sglang.engine import build_scheduler, submit
 from kv_canary.runtime.replays import CanaryGraph
@@ -42,7 +43,7 @@ def serve(case: dict[str, Any], *, device: str, model: Path, graph_sizes: Sequen
     scheduler = build_scheduler(model, **_arguments(case, device, graph_sizes))
     if case["host_tier"]:
         _lag(scheduler)
-    started = time.perf_counter() - begin
+    started, compiled = time.perf_counter() - begin, compiled_from_here()
     counts = _Counts()
     traffic = _Traffic(scheduler, waves=case["waves"])
     planted: dict[str, Any] | None = None
@@ -71,6 +72,7 @@ def serve(case: dict[str, Any], *, device: str, model: Path, graph_sizes: Sequen
         "start_seconds": round(started, 2),
         "seconds": round(seconds, 3),
         "planted": planted,
+        "compiled": compiled,
         **(_canary() if case["canary"] else {}),
     }
 

@@ -6,8 +6,9 @@ A vLLM serves a tiny random model in this process's children, one for each case,
 prefill, prefix hits, eviction, preemption, aborts. With a canary the tokens must be the same as without, it must find
 nothing, fail nowhere and leave no cached position out, and graphs must really have been replayed, for batches smaller
 than a graph's too. Then a bit of a cached key of the last layer is flipped for one forward, and two entries of a block
-table change places for one: the canary must name the places, and nothing else. vLLM's compiled kernels need not be
-there: see `standins`. Ends with status 1 if anything is not so.
+table change places for one: the canary must name the places, and nothing else. Behind the engine's start no kernel of
+the canary's may be compiled. vLLM's compiled kernels need not be there: see `standins`. Ends with status 1 if anything
+is not so.
 """
 
 from __future__ import annotations
@@ -316,6 +317,7 @@ def _checks(case: Case, watched: dict[str, Any]) -> dict[str, bool]:
         "every decode by a graph": not graphs or watched["replays"] >= watched["decodes"] > 0,
         "batches padded": watched["padded"] > 0,
         "on": not summary["off"],
+        "nothing compiled while it serves": not watched["compiled"],
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kv_canary.difftest.stress.gpu_cases import compiled_from_here
 from kv_canary.difftest.stress.vllm import standins
 from kv_canary.difftest.stress.vllm.engine import VOCABULARY, Engine
 from kv_canary.runtime.replays import CanaryGraph
@@ -43,7 +44,7 @@ def serve(case: dict[str, Any], *, model: Path, graph_sizes: list[int]) -> dict[
     """
     begin = time.perf_counter()
     engine = GpuEngine(str(model), has_canary=case["canary"], arguments=_arguments(case, graph_sizes))
-    started = time.perf_counter() - begin
+    started, compiled = time.perf_counter() - begin, compiled_from_here()
     counts = _Counts(graph_sizes)
     fault = _Fault(engine, kind=case["fault"]) if case["fault"] else None
     traffic = _Traffic(engine, waves=case["waves"])
@@ -70,6 +71,7 @@ def serve(case: dict[str, Any], *, model: Path, graph_sizes: list[int]) -> dict[
         "start_seconds": round(started, 2),
         "seconds": round(seconds, 3),
         "planted": None if fault is None else fault.planted,
+        "compiled": compiled,
         **(_canary(engine) if case["canary"] else {}),
     }
 
