@@ -55,7 +55,7 @@ class TierFacts:
         unsealed: of those looked at, that have no seal.
         waiting: that have arrived on the host and not been looked at.
         rounds: times that all of the tier has been looked at.
-        memory: bytes of host memory that records and seals take.
+        memory: bytes of host memory that records, seals and what is known of each slot take.
         brought, brought_unknown: that came to the host from elsewhere, with records and without.
     """
 
@@ -173,6 +173,7 @@ class HostTier:
         # bytes have been seen to be those of its seal since they came; whether they were not at the first look.
         self._generations = np.ones(num_slots + 1, np.int64)
         self._there, self._unknown, self._intact, self._wrong = (np.zeros(num_slots + 1, np.int64) for _ in range(4))
+        self._known = self._generations, self._there, self._unknown, self._intact, self._wrong
         self._backups: deque[Backup] = deque()
         # What has come from elsewhere, with records and seals side by side or without, from any thread.
         self._brought: deque[tuple[Expected, torch.Tensor | None]] = deque()
@@ -355,7 +356,7 @@ class HostTier:
             unsealed=self._unsealed,
             waiting=max(0, self._queued - self._taken - self._given_up),
             rounds=self._rounds,
-            memory=self._rows.nbytes,
+            memory=self._rows.nbytes + sum(known.nbytes for known in self._known),
             brought=self._came,
             brought_unknown=self._came_unknown,
         )
@@ -401,8 +402,11 @@ class HostTier:
 
     def _wait(self, slots: np.ndarray) -> None:
         """Have slots looked at that have just come; where too many wait, the oldest are come to in turn."""
-        self._waiting.append(slots)
         self._queued += len(slots)
+        if len(slots) > _MOST_WAITING:
+            self._given_up += len(slots) - _MOST_WAITING
+            slots = slots[-_MOST_WAITING:]
+        self._waiting.append(slots)
         while self._queued - self._taken - self._given_up > _MOST_WAITING:
             try:
                 self._given_up += len(self._waiting.popleft())

@@ -10,9 +10,10 @@ import torch
 
 from kv_canary import ops
 from kv_canary.constants import BAD_SLOT, HEAD_OF_CHAIN, OWNER_BITS, OWNER_MASK, STEP_MASK, UNCHECKED, Reason, Tag
+from kv_canary.runtime.listed import listed
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.tails import anchor_of
-from kv_canary.specs.structures import Endpoint, VerifyPlan, ViolationLog
+from kv_canary.specs.structures import Endpoint, ViolationLog
 from kv_canary.specs.violation_row import ViolationRow
 
 if TYPE_CHECKING:
@@ -147,25 +148,44 @@ class SlotReader:
         tokens: Sequence[int],
         anchor: int,
     ) -> tuple[Neighbour, ...]:
-        n = len(slots)
-        if not n:
+        if not slots:
             return ()
-        records, device = endpoint.records, endpoint.records.device
+        records = endpoint.records
+        log = self._verify(endpoint, slots, previous, positions, tokens, anchor=anchor)
+        rows = [ViolationRow._make(words) for words in log.ring[: int(log.count)].tolist()]
+        found = {(row.slot, row.position): Reason(row.reasons) for row in rows}
+        inside = torch.tensor([s if 0 < s < len(records) else 0 for s in slots], device=records.device)
+        return tuple(
+            self._neighbour(p, s, t, words if 0 < s < len(records) else [0] * 4, found.get((s, p), Reason(0)))
+            for p, s, t, words in zip(positions, slots, tokens, records[inside].tolist(), strict=True)
+        )
 
-        def column(values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+    def warm_up(self, group: BufferGroup) -> None:
+        """Verify nothing by every launch that may be made, so that all kernels are compiled."""
+        for anchor in (0, 1):
+            self._verify(group.endpoint(group.sweep_tag, with_bytes=True), (), (), (), (), anchor=anchor)
 
-        log = ViolationLog.allocate(ring_cap=n, device=device)
+    def _verify(
+        self,
+        endpoint: Endpoint,
+        slots: Sequence[int],
+        previous: Sequence[int],
+        positions: Sequence[int],
+        tokens: Sequence[int],
+        *,
+        anchor: int,
+    ) -> ViolationLog:
+        """Return what is wrong with records; each is told of once at most."""
+        device = endpoint.records.device
+
+        def column(values: Sequence[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        plan = listed(*map(column, (slots, previous, positions, tokens)))
+        plan.rows.fill_(1)
+        log = ViolationLog.allocate(ring_cap=len(plan.slots), device=device)
         ops.verify(
-            verify_plan=VerifyPlan(
-                slots=column(slots),
-                prev_slots=column(previous),
-                positions=column(positions),
-                tokens=column(tokens),
-                rows=column([1] * n, torch.int32),
-                num_valid=column([n], torch.int32),
-                num_requested=column([n]),
-            ),
+            verify_plan=plan,
             endpoint=endpoint,
             anchors=column([0, anchor]) if anchor else None,
             step=column([0]),
@@ -174,13 +194,7 @@ class SlotReader:
             counters=torch.zeros(len(Tag), 2, dtype=torch.int64, device=device),
             backend=self.backend,
         )
-        rows = [ViolationRow._make(words) for words in log.ring[: min(int(log.count), n)].tolist()]
-        found = {(row.slot, row.position): Reason(row.reasons) for row in rows}
-        inside = [s if 0 < s < len(records) else 0 for s in slots]
-        return tuple(
-            self._neighbour(p, s, t, words if 0 < s < len(records) else [0] * 4, found.get((s, p), Reason(0)))
-            for p, s, t, words in zip(positions, slots, tokens, records[column(inside)].tolist(), strict=True)
-        )
+        return log
 
     def _neighbour(self, position: int, slot: int, expected: int, words: Sequence[int], reasons: Reason) -> Neighbour:
         owner, written = words[3] & OWNER_MASK, any(words)

@@ -22,6 +22,7 @@ from kv_canary.reports.neighbourhood import Neighbourhood, SlotReader
 from kv_canary.reports.report import ViolationReport
 from kv_canary.reports.versions import versions
 from kv_canary.runtime.history import StepHistory
+from kv_canary.runtime.pools import BufferGroup
 from kv_canary.specs.violation_row import ViolationRow
 
 # Positions on each side of a fault that its neighbourhood shows, and that a bundle's timeline shows.
@@ -213,18 +214,26 @@ class IncidentReporter:
             summary=self._summary(),
         )
 
+    def warm_up(self, groups: Sequence[BufferGroup]) -> None:
+        """Look around nothing in each group, so that all kernels are compiled."""
+        for group in groups:
+            self._looker(group).warm_up(group)
+
+    def _looker(self, group: BufferGroup) -> SlotReader:
+        return SlotReader(
+            backend=select_backend(self._config.backend, group.pool.records.device),
+            track_lifetime=self._config.track_lifetime,
+            name_of_owner=self._decoder.name_of_owner,
+            handed_out=self._decoder.facts.handed_out,
+        )
+
     def _surroundings(self, incident: Incident, side: int) -> Neighbourhood | None:
         """Return what lies around an incident now, or None where no table tells."""
         first, newest = incident.first, 0 if self._steps.newest is None else self._steps.newest.number
         tag = Tag[first.tag]
         group = self._decoder.group_named(first.group)
         start, end = incident.positions[0]
-        looker = SlotReader(
-            backend=select_backend(self._config.backend, group.pool.records.device),
-            track_lifetime=self._config.track_lifetime,
-            name_of_owner=self._decoder.name_of_owner,
-            handed_out=self._decoder.facts.handed_out,
-        )
+        looker = self._looker(group)
         if not first.row:
             rows = looker.slots(group, tag, within=range(first.slot - side, first.slot + side + 1))
             return Neighbourhood(as_of_step=newest, request=None, group=group.name, moved=False, rows=rows)

@@ -126,6 +126,10 @@ class Accounts:
         # Counted by who lands them.
         self.uncovered = 0
 
+    def warm_up(self, groups: Sequence[BufferGroup]) -> None:
+        """Compile the kernels that look around what is found."""
+        self._desk.warm_up(groups)
+
     def join(self, *observers: Observer) -> None:
         """Tell these observers too, from now on."""
         self.observers += observers

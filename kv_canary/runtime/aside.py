@@ -8,11 +8,14 @@ import torch
 
 from kv_canary import ops
 from kv_canary.runtime.context import CanaryContext
-from kv_canary.runtime.host import send
+from kv_canary.runtime.host import aligned, send
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.seals import seal_written
 from kv_canary.runtime.tails import anchor_of
 from kv_canary.specs.structures import Endpoint, ViolationLog, WritePlan
+
+# Tokens are padded to a multiple of so many: kernels are compiled for one kind of number.
+_ROOM = 4096
 
 
 def write_aside(
@@ -34,9 +37,12 @@ def write_aside(
         chain: of what comes before the first token, signed.
         owner: serial number that the records name.
     """
-    device = context.device
+    device, count = context.device, len(slots)
     # The plan's one request has row 1 and no prefix.
-    offsets, owners, tails = send(device, [0, len(slots)], [owner], [0, chain])
+    offsets, owners, tails = send(device, [0, count], [owner], [0, chain])
+    flat = torch.zeros(3, -(-count // _ROOM) * _ROOM, dtype=torch.int64, device=device)
+    for row, column in zip(flat, (tokens, positions, slots), strict=True):
+        row[:count] = column
     plan = WritePlan.allocate(write_cap=1, device=device)
     plan.rows.fill_(1)
     plan.owners.copy_(owners)
@@ -44,9 +50,9 @@ def write_aside(
     plan.num_requests.fill_(1)
     ops.write(
         write_plan=plan,
-        input_ids=tokens,
-        positions=positions,
-        out_slots=slots,
+        input_ids=flat[0],
+        positions=flat[1],
+        out_slots=flat[2],
         endpoint=endpoint,
         tails=tails,
         step=context.state.step,
@@ -89,4 +95,11 @@ def record_prefix(
             chain=anchor_of(identity),
             owner=owner,
         )
-    seal_written(context, group, slots)
+    seal_written(context, group, aligned(slots))
+
+
+def warm_up(context: CanaryContext) -> None:
+    """Record nothing in every group, so that all kernels are compiled."""
+    for group in context.groups:
+        nothing = torch.zeros(1, dtype=torch.int64, device=context.device)
+        record_prefix(context, group, slots=nothing, tokens=[0], owner=0)

@@ -44,6 +44,18 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device)
 
 
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as kernels are compiled for: itself, or a copy where it begins between two units of 16 bytes."""
+    return tensor.clone() if tensor.data_ptr() % 16 or not tensor.is_contiguous() else tensor
+
+
+def padded_to_units(slots: torch.Tensor) -> torch.Tensor:
+    """Return int64 slots with zeros behind them, so that there are a multiple of 16: kernels are compiled for those."""
+    padded = slots.new_zeros(-(-len(slots) // 16) * 16)
+    padded[: len(slots)] = slots
+    return padded
+
+
 def front(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """Return the first `count` of a tensor; the tensor itself where that is all of it, which costs nothing."""
     return tensor if tensor.shape[0] == count else tensor.narrow(0, 0, count)

@@ -18,9 +18,8 @@ from kv_canary.output import logger
 from kv_canary.perturb import PerturbConfig, Perturber
 from kv_canary.ranks import RankGroup, RankReport, RankWatch
 from kv_canary.reports import Incident, ViolationReport
-from kv_canary.runtime import seals
+from kv_canary.runtime import aside, seals
 from kv_canary.runtime.accounts import Accounts
-from kv_canary.runtime.aside import record_prefix
 from kv_canary.runtime.audits import Audits
 from kv_canary.runtime.budget import Budget
 from kv_canary.runtime.cached import CachedSlots
@@ -32,7 +31,7 @@ from kv_canary.runtime.device_state import CanaryDeviceState
 from kv_canary.runtime.forward import SingleForwardManager
 from kv_canary.runtime.guard import Guard
 from kv_canary.runtime.handed import HandedOver
-from kv_canary.runtime.host import on_device
+from kv_canary.runtime.host import aligned, on_device, padded_to_units
 from kv_canary.runtime.oracle import TokenOracle
 from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.runtime.retirement import Retirement
@@ -305,6 +304,8 @@ class CanaryManager:
             self.state.warm_up(backend=self.backend)
             self._retirement.warm_up()
             seals.warm_up(self.context)
+            aside.warm_up(self.context)
+            self._steps.warm_up()
             nowhere = torch.zeros(_MOST_AT_ONCE + 1, dtype=torch.int64, device=self.device)
             for pool in self.pools:
                 for count in (1, _MOST_AT_ONCE // 4 + 1, _MOST_AT_ONCE // 2 + 1, _MOST_AT_ONCE + 1):
@@ -438,9 +439,10 @@ class CanaryManager:
         with self.guard.contain("taking in what was copied") as part:
             src, dst = on_device(src, self.device), on_device(dst, self.device)
             taken = pool.take_seals(src)
+            compiled_for = aligned if len(src) <= _MOST_AT_ONCE else padded_to_units
             ops.move(
-                src=src,
-                dst=dst,
+                src=compiled_for(src),
+                dst=compiled_for(dst),
                 owner=owner & OWNER_MASK,
                 step=self.state.step,
                 records=pool.buffers,
@@ -491,7 +493,7 @@ class CanaryManager:
             if len(tokens) != needed:
                 raise ValueError(must_be("adopt", "tokens", f"{needed}, start and slots together", str(len(tokens))))
             slots = on_device(slots, self.device)
-            record_prefix(
+            aside.record_prefix(
                 self.context,
                 chosen,
                 slots=torch.cat([slots.new_zeros(start), slots]),

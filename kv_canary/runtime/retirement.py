@@ -7,6 +7,7 @@ import torch
 from kv_canary import ops
 from kv_canary.constants import OWNER_MASK
 from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.host import aligned
 from kv_canary.runtime.pools import KvPool
 from kv_canary.runtime.replays import round_up, rounded
 
@@ -30,7 +31,7 @@ class Retirement:
         """Mark the records of int64 `slots` of `pool`, which lie on the canary's device, as freed by `owner`."""
         count = len(slots)
         if owner or count > MOST_REPLAYED or not self._replays.rounds_up:
-            self._launch(pool, slots, owner)
+            self._launch(pool, aligned(slots), owner)
             return
         room = round_up(count, MOST_REPLAYED)
         padded = self._slots[:room]

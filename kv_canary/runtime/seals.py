@@ -14,7 +14,7 @@ from kv_canary import ops
 from kv_canary.constants import Tag
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.cost import DeviceTimer
-from kv_canary.runtime.host import Mailbox, pinned
+from kv_canary.runtime.host import Mailbox, aligned, pinned
 from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.runtime.replays import round_up, rounded
 from kv_canary.runtime.summary import ScrubFacts
@@ -134,9 +134,7 @@ class ListedSlots:
             return
         if count > len(self._slots):
             slots = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to(torch.int64)
-            # Kernels are compiled for what is aligned.
-            slots = slots.clone() if slots.data_ptr() % 16 or not slots.is_contiguous() else slots
-            verify_sealed(context, group, slots=slots, span=None, checked=checked)
+            verify_sealed(context, group, slots=aligned(slots), span=None, checked=checked)
             return
         size = round_up(count, len(self._slots))
         slots, step = self._slots[:size], context.state.kept_step

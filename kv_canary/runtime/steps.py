@@ -312,6 +312,11 @@ class Steps:
         self._running = None
         self._accounts.launches_unknown()
 
+    def warm_up(self) -> None:
+        """Compile the kernels of what is verified outside of forwards, and of looking around what is found."""
+        self._sweeper.warm_up()
+        self._accounts.warm_up(self.context.groups)
+
     def sweep(self) -> None:
         """Verify what the prefix cache holds, and freed slots in quarantine."""
         self.unverified.settle_debts()

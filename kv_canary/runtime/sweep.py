@@ -12,6 +12,7 @@ from kv_canary.errors import must_be
 from kv_canary.runtime.cached import CachedSlots
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.host import on_device
+from kv_canary.runtime.listed import listed
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.unverified import Unverified
 from kv_canary.specs.structures import VerifyPlan
@@ -59,6 +60,13 @@ class Sweeper:
             positions = (records[freed, 0] >> 32) & 0xFFFFFFFF
             self._verify(group, freed, positions, torch.full_like(freed, UNCHECKED), freed_too=True)
 
+    def warm_up(self) -> None:
+        """Verify nothing by every launch that may be made, so that all kernels are compiled."""
+        nothing = torch.zeros(0, dtype=torch.int64, device=self._context.device)
+        for group in self._context.groups:
+            for freed_too in (False, True) if self._context.config.quarantine else (False,):
+                self._launch(group, listed(nothing, nothing, nothing), freed_too=freed_too)
+
     def _verify(
         self,
         group: BufferGroup,
@@ -71,22 +79,17 @@ class Sweeper:
         context = self._context
         for start in range(0, len(slots), CHUNK):
             part = slice(start, start + CHUNK)
-            n = len(slots[part])
-            plan = VerifyPlan(
-                slots=on_device(slots[part], context.device),
-                prev_slots=on_device(previous[part], context.device),
-                positions=on_device(positions[part], context.device),
-                tokens=torch.full((n,), -1, dtype=torch.int64, device=context.device),
-                rows=torch.zeros(n, dtype=torch.int32, device=context.device),
-                num_valid=torch.full((1,), n, dtype=torch.int32, device=context.device),
-                num_requested=torch.full((1,), n, dtype=torch.int64, device=context.device),
-            )
-            ops.verify(
-                verify_plan=plan,
-                endpoint=context.endpoint(group, group.sweep_tag, with_bytes=True),
-                step=context.state.step,
-                track_lifetime=context.config.track_lifetime and not freed_too,
-                violations=context.state.violations,
-                counters=context.state.counters,
-                backend=context.backend,
-            )
+            columns = (on_device(column[part], context.device) for column in (slots, previous, positions))
+            self._launch(group, listed(*columns), freed_too=freed_too)
+
+    def _launch(self, group: BufferGroup, plan: VerifyPlan, *, freed_too: bool) -> None:
+        context = self._context
+        ops.verify(
+            verify_plan=plan,
+            endpoint=context.endpoint(group, group.sweep_tag, with_bytes=True),
+            step=context.state.step,
+            track_lifetime=context.config.track_lifetime and not freed_too,
+            violations=context.state.violations,
+            counters=context.state.counters,
+            backend=context.backend,
+        )

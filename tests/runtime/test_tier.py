@@ -289,6 +289,19 @@ def test_of_too_many_that_wait_the_oldest_are_come_to_in_turn(monkeypatch: pytes
     assert {r.slot for r in t.engine.manager.reports} == {46, 22}
 
 
+def test_of_one_backup_that_is_too_large_the_last_slots_are_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_module, "_MOST_WAITING", 4)
+    t, _, device, host = lived()
+    t.backup(device, host)
+    t.tier.settle()
+    assert t.tier.facts.waiting == 4
+    last = int(host[-1])
+    t.halves[0][0, last, 0] ^= 1
+    assert t.tier.check() == 4
+    t.engine.manager.flush()
+    assert {r.slot for r in t.engine.manager.reports} == {last + 1}
+
+
 def test_what_is_freed_or_written_anew_while_it_waits_is_not_held_against_what_it_was() -> None:
     t, _, device, host = lived()
     t.backup(device, host)

@@ -36,9 +36,9 @@ def test_a_soak_of_varied_sizes_compiles_nothing_after_the_warm_up(kind: str) ->
     result = run(kind)
     assert result["failures"] == {}
     assert result["forwards"] == 60
-    assert result["after"] == []
+    assert [x["name"] for x in result["after"]] == [], result["after"]
     assert len(result["warm_up"]) <= MOST_KERNELS, Counter(result["warm_up"])
 
 
 # What a cold start compiles, of an engine with a window group at most.
-MOST_KERNELS = 50
+MOST_KERNELS = 52

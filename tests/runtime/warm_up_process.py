@@ -17,6 +17,7 @@ import torch
 import kv_canary as kc
 from kv_canary.difftest import compiling
 from kv_canary.difftest.simulator.scripted_engine import kv_source
+from kv_canary.reports.neighbourhood import SlotReader
 from kv_canary.runtime import manager as manager_module
 from kv_canary.runtime.batch import ForwardBatch, ModelInputs
 from kv_canary.runtime.composition import BatchRequests, Composition, Int64s
@@ -24,7 +25,7 @@ from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.replays import Replays
 
 ROWS, REQUESTS, TOKENS, LENGTH = 301, 300, 4096, 3000
-SLOTS = 5000
+SLOTS = 12000
 # Of the engine's largest graph: sizes are rounded past it.
 GRAPH = 200
 
@@ -77,12 +78,51 @@ def main(kind: str) -> None:
         warm_up = [x.name for x in found]
         found.clear()
         forwards = sum(1 for _ in soak(canary, tables, kind))
-        canary.retire(pool, torch.arange(1, 200))
-        canary.move(pool, torch.arange(1, 40), torch.arange(41, 80), owner=3)
-        canary.scrub()
-        canary.complete("r1", {group.name: torch.arange(1, 90) for group in groups})
+        between(canary, groups)
+        look_around(canary, groups, tables)
         after = [x.as_dict() for x in found]
     print(json.dumps({"warm_up": warm_up, "after": after, "forwards": forwards, "failures": canary.guard.failures}))
+
+
+def between(canary: kc.CanaryManager, groups: Sequence[kc.BufferGroup]) -> None:
+    """Do what comes between forwards, with lists of all sizes, wherever they begin."""
+    for count in (1, 15, 16, 90, 199, 4096, 4097, 4112, 4500):
+        for first in (1, 2):
+            slots = torch.arange(6000)[first : first + count]
+            other = torch.arange(12000)[6000 + first : 6000 + first + count]
+            for group in groups:
+                pool = group.pool
+                canary.retire(pool, slots)
+                canary.retire(pool, slots, owner=3)
+                canary.move(pool, slots, other, owner=3)
+                canary.complete("r1", {group.name: slots})
+                canary.adopt(group.name, slots, [7] * count, owner=3)
+                canary.arrived(pool, slots, None)
+    canary.scrub()
+    canary.sweep()
+
+
+def look_around(canary: kc.CanaryManager, groups: Sequence[kc.BufferGroup], tables: dict[str, torch.Tensor]) -> None:
+    """Look around what may be found, as a report does."""
+    reader = SlotReader(
+        backend="triton", track_lifetime=True, name_of_owner=lambda owner: None, handed_out=lambda step, owner: False
+    )
+    for group in groups:
+        group.pool.records[1:40] = 1
+        for identity in (0, 5):
+            for length in (1, 16, 33):
+                request = kc.ForwardRequest(
+                    request_id="r1",
+                    row=1,
+                    owner=1,
+                    prefix_len=length,
+                    extend_len=1,
+                    tokens=lambda start, end: [7] * (end - start),
+                    identity=identity,
+                )
+                table = tables[group.name]
+                reader.positions(group, group.head_tag, table, request, within=range(length), written=length)
+                reader.slots(group, group.sweep_tag, within=range(1, length + 1))
 
 
 def soak(canary: kc.CanaryManager, tables: dict[str, torch.Tensor], kind: str) -> Any:

@@ -20,6 +20,7 @@ from kv_canary.difftest.stress import tier_lives
 from kv_canary.difftest.stress.sglang import tiers as tiers_campaign
 from kv_canary.engines.sglang import hicache, session
 from kv_canary.engines.sglang.storage import StoredPages
+from kv_canary.reports import CanaryViolationError
 from kv_canary.tier import HostTier
 
 from . import eagle_harness, engine
@@ -172,10 +173,12 @@ def test_what_was_freed_is_retired_once_the_scheduler_s_stream_knows_it(monkeypa
     assert order == [("waits for", "the scheduler's"), "the forwards'", "retires", "loads"]
 
 
-def test_a_forward_that_raises_while_kv_is_loaded_is_given_up(llama, looks, monkeypatch):
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_forward_that_raises_while_kv_is_loaded_is_given_up(llama, looks, monkeypatch, raises):
+    """Whatever the canary finds behind it, the engine gets the model's own exception."""
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    settings = {"KV_CANARY_MODE": "log", "KV_CANARY_SEALS": "layer", "SGLANG_ON_CPU": "hicache"}
+    settings = {"KV_CANARY_MODE": "raise" if raises else "log", "KV_CANARY_SEALS": "layer", "SGLANG_ON_CPU": "hicache"}
     with engine.overriding(**settings):
         scheduler = engine.build_scheduler(llama, **{**TIERED, **VARIANTS["write through"]})
     manager, tokens = session.current().manager, Tokens()
@@ -192,12 +195,23 @@ def test_a_forward_that_raises_while_kv_is_loaded_is_given_up(llama, looks, monk
 
     given_up: list[Any] = []
     monkeypatch.setattr(session.Session, "_give_up", lambda self, watched: given_up.append(watched) or watched.abort())
+    before = session.Session._before
+
+    def find(self: Any, *args: Any) -> Any:
+        watched = before(self, *args)
+        if raises and looks[-2:] == ["late", "HEAD"]:
+            raise CanaryViolationError([], 1)
+        return watched
+
+    monkeypatch.setattr(session.Session, "_before", find)
     looks.clear()
     monkeypatch.setattr(ModelRunner, "_forward_raw", break_when_late)
     engine.submit(scheduler, [*prompts[0], *tokens(3)], 2)
     with pytest.raises(MemoryError, match="the model's own"):
         engine.run_all(scheduler)
     assert looks[-2:] == ["late", "HEAD"]
+    if raises:
+        return
     assert not manager.guard.failures
     manager.flush()
     assert [r.sentence for r in manager.reports] == []

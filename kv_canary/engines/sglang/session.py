@@ -319,8 +319,12 @@ class Session:
             result = original(runner, forward_batch, *args, **kwargs)
         except BaseException:
             if is_late:
-                with self._following("a forward that raised"):
-                    watched = self._before(runner, forward_batch)
+                try:
+                    with self._following("a forward that raised"):
+                        watched = self._before(runner, forward_batch)
+                except Exception as error:
+                    # In raise mode; the engine's own is on its way.
+                    logger.error("kv-canary: %s", error)
             if watched is not None:
                 self._give_up(watched)
             raise
