@@ -39,15 +39,36 @@ def fault_checks(watched: Mapping[str, Any]) -> dict[str, bool]:
     planted, reports = watched["planted"], watched["reports"]
     if planted is None:
         return {"planted": False}
-    places = {tuple(place) for place in planted["places"]}
-    at_head = [r for r in reports if r["tag"].startswith("HEAD") and r["request"] == planted["request"]]
-    seen = {(r["position"], r["slot"]) for r in at_head}
+    places, where = {tuple(place) for place in planted["places"]}, planted.get("where", "HEAD")
+    there = [r for r in reports if r["tag"].startswith(where) and r["request"] == planted["request"]]
+    seen = {(r["position"], r["slot"]) for r in there}
     return {
-        "found at HEAD": places <= seen,
+        f"found at {where}": places <= seen,
         "at once": bool(reports) and {r["step"] for r in reports} == {planted["step"]},
         "for the reason": all(set(r["reasons"]) & set(planted["reasons"]) for r in reports),
         # Others may share the place; what stands behind a changed place has another predecessor.
         "nothing else": all(r["position"] in planted["touched"] for r in reports),
+    }
+
+
+def uncovered(source: Any, position: int) -> tuple[int, int]:
+    """Return a layer and a byte of a token's in it that no record holds a fingerprint of.
+
+    Args:
+        source: `KvSource` of the token's pool.
+        position: of the token.
+    """
+    covered = {layer for layer, _, _ in source.coverage(position)}
+    layer = next(n for n in reversed(range(len(source.layers))) if n not in covered)
+    return layer, source.bytes_per_token // 2
+
+
+def writes_checks(summary: Mapping[str, Any]) -> dict[str, bool]:
+    """Return what has to hold where all that the model hands over is held against what it has written."""
+    writes = summary["writes"]
+    return {
+        "writes taken in": writes is not None and writes["slots"] > 0,
+        "of every forward": writes is not None and not writes["unknown"],
     }
 
 

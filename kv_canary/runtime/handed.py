@@ -50,6 +50,11 @@ class HandedOver:
         launches, slots, _, differ = self._checked.tolist()
         return WriteFacts(forwards=launches, slots=slots, differ=differ, unknown=int(self._partly))
 
+    def forget_counts(self) -> None:
+        """Count from here on: what was launched on nothing has held no forward's writes against anything."""
+        for counts in (self._checked, self._partly):
+            counts.zero_()
+
     def begin(self) -> None:
         """Take in that a forward begins: nothing has been handed over in it. On its stream; in a graph too."""
         if self.is_on:

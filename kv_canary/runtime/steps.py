@@ -313,9 +313,10 @@ class Steps:
         self._accounts.launches_unknown()
 
     def warm_up(self) -> None:
-        """Compile the kernels of what is verified outside of forwards, and of looking around what is found."""
+        """Compile the kernels of what is verified outside of forwards; behind those of all forwards."""
         self._sweeper.warm_up()
         self._accounts.warm_up(self.context.groups)
+        self.handed.forget_counts()
 
     def sweep(self) -> None:
         """Verify what the prefix cache holds, and freed slots in quarantine."""

@@ -183,6 +183,16 @@ def test_of_a_forward_that_hands_over_less_nothing_is_said() -> None:
     assert engine.found() == []
 
 
+@pytest.mark.usefixtures("replayed")
+def test_a_warm_up_counts_nothing() -> None:
+    engine = Handing()
+    engine.manager.forward()
+    engine.manager.warm_up({"full": torch.zeros(8, 64, dtype=torch.int32)})
+    writes = engine.manager.summary().writes
+    assert writes is not None
+    assert (writes.forwards, writes.slots, writes.differ, writes.unknown) == (0, 0, 0, 0)
+
+
 def test_damage_behind_a_forward_that_hands_over_less_is_found() -> None:
     engine = Handing()
     a = engine.add("a", 60)

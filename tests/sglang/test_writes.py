@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 pytest.importorskip("sglang")
 
-from kv_canary.engines.sglang import session
+from kv_canary.engines.sglang import batches, compose, graphs, session, writes
 
 from . import engine
 from .clean import Tokens
@@ -112,3 +114,61 @@ def test_a_pool_that_keeps_other_bytes_is_named(
     writes = manager.summary().writes
     assert (writes.slots, writes.differ) == (0, 0)
     assert writes.unknown > 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_graphs_are_captured_again_and_stay_where_that_fails(caplog: pytest.LogCaptureFixture, fails: bool) -> None:
+    runner = SimpleNamespace(decode_cuda_graph_runner="before", eager_runner="eager")
+
+    def recapture() -> None:
+        runner.decode_cuda_graph_runner = None
+        if fails:
+            raise MemoryError
+        runner.decode_cuda_graph_runner = "again"
+
+    @contextmanager
+    def contained(what: str) -> Any:
+        with suppress(MemoryError):
+            yield
+
+    runner.recapture_decode_cuda_graph = recapture
+    writes.capture_again(runner, following=contained)
+    assert runner.decode_cuda_graph_runner == ("before" if fails else "again")
+    assert ("does not cover decodes by a CUDA graph" in caplog.text) == fails
+    # Nothing is captured where nothing was.
+    for none in (None, "eager"):
+        runner.decode_cuda_graph_runner = none
+        writes.capture_again(runner, following=contained)
+        assert runner.decode_cuda_graph_runner == none
+
+
+@pytest.mark.parametrize("by_graph", [False, True])
+def test_a_batch_of_a_graph_with_a_request_that_nobody_can_describe_goes_by(
+    llama: str, monkeypatch: pytest.MonkeyPatch, by_graph: bool
+) -> None:
+    """What its model hands over is of all requests, in their order: held against some of them it would be wrong."""
+    environ = {"KV_CANARY_MODE": "log", "KV_CANARY_SEALS": "layer", "KV_CANARY_CHECK_WRITES": "1"}
+    with engine.overriding(**environ):
+        scheduler = engine.build_scheduler(llama)
+    first, second = (engine.submit(scheduler, Tokens(n)(20 + n), 12) for n in (1, 2))
+    while len(second.output_ids) < 3:
+        engine.step(scheduler)
+    noted = batches.noted
+    with monkeypatch.context() as patched:
+        patched.setattr(compose.Composer, "requests", lambda *_, **__: None)
+        patched.setattr(
+            batches,
+            "noted",
+            lambda batch: tuple(
+                dataclasses.replace(who, row=None) if who.req is first else who for who in noted(batch)
+            ),
+        )
+        if by_graph:
+            patched.setattr(graphs.Graphs, "tokens_of", lambda self, runner: 8)
+        engine.step(scheduler)
+    engine.run_all(scheduler)
+    manager = session.current().manager
+    manager.flush()
+    assert [r.sentence for r in manager.reports] == []
+    assert manager.skipped == by_graph
+    assert session.current().status()["left_out"] == ({} if by_graph else {"a request without a row": 1})

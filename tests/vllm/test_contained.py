@@ -130,6 +130,27 @@ def test_one_failure_in_the_midst_of_requests_makes_no_false_alarm(
         assert manager.summary().violations == 0
 
 
+@pytest.mark.parametrize("by_graph", [False, True])
+def test_with_check_writes_a_graph_s_batch_is_watched_whole_or_not_at_all(model: Model, by_graph: bool) -> None:
+    """What its model hands over is of all requests, in their order: held against some of them it would be wrong."""
+    with Engine(model("llama"), canary={"seals": "layer", "check_writes": "1"}) as engine:
+        session = engine.session
+        for n in range(2):
+            engine.submit(f"r{n}", [7 + n, *range(20, 60)], new_tokens=NEW)
+        engine.run(lambda: engine.steps == 4)
+        session._has_graphs = by_graph
+        names = list(session._composed.names)
+        session.requests.lose(names[:1])
+        engine.run(lambda: engine.steps == 6)
+        assert session.left_out > 0
+        assert (session.manager.skipped > 0) == by_graph
+        session._has_graphs = False
+        engine.run()
+        session.manager.flush()
+        assert [report.sentence for report in session.manager.reports] == []
+        assert session.manager.summary().writes.slots > 0
+
+
 def test_a_scheduler_that_tells_of_salts_no_more_makes_no_false_alarm(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from kv_canary.commands.facts import facts
-from kv_canary.difftest.stress.gpu_cases import LONG, fault_checks, like_transformers, write
+from kv_canary.difftest.stress.gpu_cases import LONG, fault_checks, like_transformers, write, writes_checks
 from kv_canary.reports.versions import installed
 
 GRAPH_SIZES = [1, 2, 4, 8]
@@ -45,7 +45,9 @@ class Case:
         overlap: whether the scheduler prepares a batch while the one before runs.
         graphs: "decode", "all" (prefill too) or "none".
         canary: whether it has one.
-        fault: "" for none; "byte": a bit of a cached key; "table": two entries of a request's row.
+        fault: "" for none; "byte": a bit of a cached key; "table": two entries of a request's row; "write": a bit of a
+            key that the very forward has written, of a byte that no record covers.
+        writes: whether what the model hands over is held against what it has written, by the graph too.
         attention: SGLang's attention backend.
         dtype: of weights and KV; in float32 the engine has the fewest kernels of its own to choose from.
         own_kernels: whether SGLang may compile while it runs: its own kernels that store K and V, and parts of its
@@ -61,6 +63,7 @@ class Case:
     graphs: str = "decode"
     canary: bool = True
     fault: str = ""
+    writes: bool = False
     attention: str = "triton"
     dtype: str = "float32"
     own_kernels: bool = False
@@ -76,6 +79,7 @@ class Case:
             "overlap" if self.overlap else "normal",
             f"graphs-{self.graphs}",
             *([self.dtype] if self.dtype != "float32" else []),
+            *(["writes"] if self.writes else []),
             *(["own-kernels"] if self.own_kernels else []),
             *(["host-tier"] if self.host_tier else []),
             *([f"waves{self.waves}"] if self.waves != 3 else []),
@@ -89,6 +93,8 @@ def cases(*, graphs: str) -> list[Case]:
     if graphs != "none":
         clean.append(Case(overlap=True, graphs="none"))
     planted = [replace(c, fault=fault) for c in clean if c.page == 1 or c.overlap for fault in ("byte", "table")]
+    clean.append(Case(page=16, overlap=True, graphs=graphs, writes=True))
+    planted.append(replace(clean[-1], fault="write"))
     extra = []
     if graphs != "none":
         overlapped = Case(page=16, overlap=True)
@@ -229,6 +235,7 @@ def _environment(case: Case, device: str) -> dict[str, str]:
             "KV_CANARY_CHECK_TOKENS": "1",
             "KV_CANARY_VERIFY_BYTES_AT_TAIL": "0" if case.fault else "1",
             "KV_CANARY_SWEEP_EVERY": "0" if case.fault else "8",
+            **({"KV_CANARY_CHECK_WRITES": "1", "KV_CANARY_SEALS": "layer"} if case.writes else {}),
         }
     return environment
 
@@ -264,6 +271,8 @@ def _judged(case: Case, results: dict[Case, dict[str, Any]]) -> dict[str, Any]:
     else:
         checks = _clean_checks(case, watched, results[replace(case, canary=False)])
     checks["nothing compiled while it serves"] = not watched["compiled"]
+    if case.writes:
+        checks |= writes_checks(watched["status"])
     return {
         "case": asdict(case),
         "name": case.name,

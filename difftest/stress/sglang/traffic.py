@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kv_canary.difftest.stress.gpu_cases import compiled_from_here
+from kv_canary.difftest.stress.gpu_cases import compiled_from_here, uncovered
 from kv_canary.difftest.stress.sglang import standins
 from kv_canary.difftest.stress.sglang.engine import build_scheduler, submit
 from kv_canary.runtime.replays import CanaryGraph
@@ -245,7 +245,7 @@ class _Fault:
 
     Args:
         scheduler: which is to run.
-        kind: "byte" or "table".
+        kind: "byte", "table" or "write".
     """
 
     def __init__(self, scheduler: Any, *, kind: str) -> None:
@@ -260,8 +260,9 @@ class _Fault:
         if self.planted is not None or self._decodes < FAULT_AT or not batch.forward_mode.is_decode():
             return
         victim = max(batch.reqs, key=lambda r: r.kv.kv_committed_len)
+        plant = {"byte": self._flip, "table": self._swap, "write": self._miswrite}[self._kind]
         with self._on_stream():
-            self._undo = (self._flip if self._kind == "byte" else self._swap)(victim)
+            self._undo = plant(victim)
 
     def behind(self, batch: Any) -> None:
         """Called when a batch was launched."""
@@ -301,6 +302,39 @@ class _Fault:
             "layer": last,
             "byte": byte,
         }
+        return undo
+
+    def _miswrite(self, victim: Any) -> Callable[[], None]:
+        """Have a bit of what the forward writes be another one, before anybody looks there."""
+        from kv_canary.engines.sglang.session import current
+
+        session: Any = current()
+        after = session._after
+
+        def miswritten(watched: Any, runner: Any, forward_batch: Any, result: Any) -> None:
+            i = forward_batch.req_pool_indices.tolist().index(victim.kv.req_pool_idx)
+            slot, position = (int(x[i]) for x in (forward_batch.out_cache_loc, forward_batch.positions))
+            layer, byte = uncovered(session.manager.groups[0].pool.k_source, position)
+            keys.append((self._keys()[layer][slot].view(torch.uint8).view(-1), byte))
+            keys[0][0][byte] ^= 1
+            self.planted = {
+                "request": victim.rid,
+                "where": "TAIL",
+                "places": [[position, slot]],
+                "touched": [position],
+                "reasons": ["SEAL_K"],
+                "layer": layer,
+                "byte": byte,
+            }
+            after(watched, runner, forward_batch, result)
+
+        def undo() -> None:
+            del session._after
+            for key, byte in keys:
+                key[byte] ^= 1
+
+        keys: list[tuple[torch.Tensor, int]] = []
+        session._after = miswritten
         return undo
 
     def _swap(self, victim: Any) -> Callable[[], None]:

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from kv_canary.commands.facts import facts
-from kv_canary.difftest.stress.gpu_cases import LONG, fault_checks, like_transformers, write
+from kv_canary.difftest.stress.gpu_cases import LONG, fault_checks, like_transformers, write, writes_checks
 from kv_canary.difftest.stress.vllm.engine import RUNNERS, VOCABULARY, Runner
 from kv_canary.reports.versions import installed
 
@@ -51,7 +51,9 @@ class Case:
         asynchronous: whether a step is prepared before the tokens of the step before it are known.
         graphs: "decode", "all" (prefill too) or "none".
         canary: whether it has one.
-        fault: "" for none; "byte": a bit of a cached key; "table": two entries of a request's row.
+        fault: "" for none; "byte": a bit of a cached key; "table": two entries of a request's row; "write": a bit of a
+            key that the very forward has written, of a byte that no record covers.
+        writes: whether what the model hands over is held against what it has written, by the graph too.
         dtype: of weights and KV.
         waves: of requests.
         host: whether blocks go to host memory and back, by vLLM's OffloadingConnector.
@@ -63,6 +65,7 @@ class Case:
     graphs: str = "decode"
     canary: bool = True
     fault: str = ""
+    writes: bool = False
     dtype: str = "bfloat16"
     waves: int = 3
     host: bool = False
@@ -77,6 +80,7 @@ class Case:
             "async" if self.asynchronous else "sync",
             f"graphs-{self.graphs}",
             *([f"waves{self.waves}"] if self.waves != 3 else []),
+            *(["writes"] if self.writes else []),
             *(["host"] if self.host else []),
         ]
         return "_".join(parts)
@@ -86,7 +90,9 @@ def cases() -> list[Case]:
     """Return every case, each with a canary behind the same without; those that matter most first."""
     main = [Case(runner=runner) for runner in RUNNERS]
     planted = [replace(c, fault=fault) for c in main for fault in ("byte", "table")]
-    more = [replace(c, asynchronous=False) for c in main]
+    held = [replace(c, writes=True) for c in main]
+    planted += [replace(c, fault="write") for c in held]
+    more = [*held, *(replace(c, asynchronous=False) for c in main)]
     extra = [replace(c, extra=True, graphs=graphs) for c in main for graphs in ("all", "none")]
     extra += [replace(c, extra=True, dtype="float32") for c in main]
     extra += [replace(c, extra=True, dtype="float32", host=True) for c in main]
@@ -257,6 +263,7 @@ def _environment(case: Case) -> dict[str, str]:
             # As many as are in two blocks, at HEAD and at TAIL.
             "KV_CANARY_MAX_REPORTS_PER_STEP": "128",
             "KV_CANARY_SEALS": "layer",
+            **({"KV_CANARY_CHECK_WRITES": "1"} if case.writes else {}),
         }
     return environment
 
@@ -286,7 +293,7 @@ def _judged(case: Case, results: dict[Case, dict[str, Any]]) -> dict[str, Any]:
     watched = results[case]
     if not watched["served"]:
         return {"case": asdict(case), "name": case.name, "ok": False, "failed": ["served"], **watched}
-    checks = _checks(case, watched)
+    checks = _checks(case, watched) | (writes_checks(watched["status"]) if case.writes else {})
     if case.fault:
         planted = watched["planted"]
         checks |= fault_checks(watched) | {"by a graph": planted is not None and planted["by_graph"]}

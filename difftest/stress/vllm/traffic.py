@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kv_canary.difftest.stress.gpu_cases import compiled_from_here
+from kv_canary.difftest.stress.gpu_cases import compiled_from_here, uncovered
 from kv_canary.difftest.stress.vllm import standins
 from kv_canary.difftest.stress.vllm.engine import VOCABULARY, Engine
 from kv_canary.runtime.replays import CanaryGraph
@@ -263,7 +263,7 @@ class _Fault:
 
     Args:
         engine: which is to step.
-        kind: "byte" or "table".
+        kind: "byte", "table" or "write".
     """
 
     def __init__(self, engine: Engine, *, kind: str) -> None:
@@ -283,7 +283,8 @@ class _Fault:
             return
         # What was prepared may still be on its way.
         torch.cuda.synchronize()
-        self._undo = (self._flip if self._kind == "byte" else self._swap)(long[0])
+        plant = {"byte": self._flip, "table": self._swap, "write": self._miswrite}[self._kind]
+        self._undo = plant(long[0])
 
     def behind(self, *, replayed: bool) -> None:
         """Called behind a step.
@@ -325,6 +326,40 @@ class _Fault:
             "layer": group.group.pool.layer_names[last],
             "byte": byte,
         }
+        return undo
+
+    def _miswrite(self, victim: Any) -> Callable[[], None]:
+        """Have a bit of what the forward writes be another one, before anybody looks there."""
+        session = self._engine.session
+        group, after = session.groups[0], session.after
+
+        def miswritten() -> None:
+            i = session._composed.names.index(victim.request_id)
+            position, slot = int(session._last.prefix[i]), int(session._given.out_slots[group.group.name][i])
+            source = group.group.pool.k_source
+            layer, byte = uncovered(source, position)
+            key = source.layers[layer].view(torch.uint8)[slot // source.page_size]
+            place = source.offset_bytes + slot % source.page_size * source.token_stride_bytes + byte
+            keys.append((key, place))
+            key[place] ^= 1
+            self.planted = {
+                "request": _own(victim.request_id),
+                "where": "TAIL",
+                "places": [[position, slot]],
+                "touched": [position],
+                "reasons": ["SEAL_K"],
+                "layer": group.group.pool.layer_names[layer],
+                "byte": byte,
+            }
+            after()
+
+        def undo() -> None:
+            del session.after
+            for key, place in keys:
+                key[place] ^= 1
+
+        keys: list[tuple[torch.Tensor, int]] = []
+        session.after = miswritten
         return undo
 
     def _swap(self, victim: Any) -> Callable[[], None]:

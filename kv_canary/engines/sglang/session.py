@@ -232,6 +232,8 @@ class Session:
                     patches=self._patches,
                     following=self._contain,
                 )
+                if self._speculation is None:
+                    writes.capture_again(target, following=self._contain)
             if getattr(scheduler.tree_cache, "cache_controller", None) is not None:
                 self._host_tiers = hicache.HostTiers(
                     scheduler,
@@ -598,6 +600,9 @@ class Session:
         flat = [t[: described.tokens] for t in (forward_batch.out_cache_loc, forward_batch.input_ids)]
         slots, input_ids, positions = *flat, forward_batch.positions[: described.tokens]
         self._in_order = described.kept is None
+        if described.kept is not None and self.manager.config.check_writes and self._graphs.tokens_of(runner):
+            # What a graph hands over is of all of its requests.
+            raise batches.UnknownKindError(f"with check_writes, a batch with others of which {described.left_out[0]}")
         if described.kept is not None:
             self._leave_out(runner, slots, described)
             (kept,) = send(self.manager.device, described.kept)

@@ -31,7 +31,7 @@ def watch(
     """Hand on what the model hands over to pools that keep it as it is; which do not is logged.
 
     Where an attention backend writes K and V by a kernel of its own, nothing is handed over; neither inside of CUDA
-    graphs that were captured before.
+    graphs that were captured before, see `capture_again`.
 
     Args:
         pools: of runners, with their groups.
@@ -51,6 +51,27 @@ def watch(
                 )
                 continue
             _wrap(part, group.pool, handed=handed, in_order=in_order, patches=patches, following=following)
+
+
+def capture_again(runner: Any, *, following: Callable[[str], AbstractContextManager[Any]]) -> None:
+    """Capture a runner's decode graphs anew, behind `watch`: what the model hands over is taken in by them, too.
+
+    Where that fails, the graphs stay as they were, and nothing is said of what they write.
+
+    Args:
+        runner: SGLang's `ModelRunner`.
+        following: as that of `watch`.
+    """
+    before = getattr(runner, "decode_cuda_graph_runner", None)
+    if before is None or before is runner.eager_runner:
+        return
+    done = False
+    with following("capturing decode graphs again"):
+        runner.recapture_decode_cuda_graph()
+        done = True
+    if not done:
+        runner.decode_cuda_graph_runner = before
+        logger.warning("kv-canary: sglang adapter: check_writes does not cover decodes by a CUDA graph")
 
 
 def _wrap(

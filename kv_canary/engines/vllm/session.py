@@ -179,6 +179,8 @@ class Session:
         self._given: ModelInputs | None = None
         # The requests of the last forward.
         self._last: BatchRequests | None = None
+        # Whether the model may run from CUDA graphs.
+        self._has_graphs = support.has_graphs(worker)
         # How many of each prefix's last tokens the step itself writes; None: none of any.
         self._pending_tokens: Int64s | None = None
         # Whether something was launched since the last look at what was found.
@@ -203,7 +205,7 @@ class Session:
                     self.groups,
                     settings.compilation_config.static_forward_context,
                     handed=self.manager.handed,
-                    is_followed=lambda: self._watched is not None and self._is_whole,
+                    is_followed=self._takes_writes,
                     patches=self._patches,
                     following=self._contain,
                 )
@@ -223,6 +225,12 @@ class Session:
             ", ".join(f"{g.group.name} ({g.group.pool.num_slots} slots)" for g in self.groups),
             f"; not covered: {', '.join(self.uncovered)}" if self.uncovered else "",
         )
+
+    def _takes_writes(self) -> bool:
+        """Whether what the model hands over is that of the forward under way, or is captured for those to come."""
+        if self._watched is not None:
+            return self._is_whole
+        return self.manager.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _hook(self) -> None:
         wrap, worker = self._patches.wrap, self.worker
@@ -662,7 +670,8 @@ class Session:
         others = np.setdiff1d(numbers(len(inputs.names)), composed.which)
         self.left_out += len(others)
         why = "what some requests have sampled, or their blocks, could not be followed"
-        if not len(composed.which):
+        # What a graph hands over is of all of its requests.
+        if not len(composed.which) or (self.manager.config.check_writes and self._has_graphs):
             self._target.skip(self._slots_of(inputs, is_draft=False), why=why)
             if self._draft is not None:
                 self._draft.skip(self._slots_of(inputs, is_draft=True), why=why)

@@ -77,6 +77,12 @@ def is_v2(worker: Any) -> bool:
     return bool(worker.use_v2_model_runner)
 
 
+def has_graphs(worker: Any) -> bool:
+    """Return whether the model of a worker may run from CUDA graphs."""
+    mode = worker.vllm_config.compilation_config.cudagraph_mode
+    return getattr(mode, "name", "NONE") != "NONE"
+
+
 def is_async(worker: Any) -> bool:
     """Whether a step is prepared before the tokens of the step before it are known."""
     return bool(worker.vllm_config.scheduler_config.async_scheduling)
