@@ -40,7 +40,9 @@ def fault_checks(watched: Mapping[str, Any]) -> dict[str, bool]:
     if planted is None:
         return {"planted": False}
     places, where = {tuple(place) for place in planted["places"]}, planted.get("where", "HEAD")
-    there = [r for r in reports if r["tag"].startswith(where) and r["request"] == planted["request"]]
+    # What is found between forwards is nobody's.
+    whose = (planted["request"],) if where == "HEAD" else (planted["request"], None, "")
+    there = [r for r in reports if r["tag"].startswith(where) and r["request"] in whose]
     seen = {(r["position"], r["slot"]) for r in there}
     return {
         f"found at {where}": places <= seen,
@@ -58,9 +60,8 @@ def uncovered(source: Any, position: int) -> tuple[int, int]:
         source: `KvSource` of the token's pool.
         position: of the token.
     """
-    covered = {layer for layer, _, _ in source.coverage(position)}
-    layer = next(n for n in reversed(range(len(source.layers))) if n not in covered)
-    return layer, source.bytes_per_token // 2
+    covered, _, _ = source.coverage(position)
+    return len(source.layers) - (2 if covered == len(source.layers) - 1 else 1), source.bytes_per_token // 2
 
 
 def writes_checks(summary: Mapping[str, Any]) -> dict[str, bool]:

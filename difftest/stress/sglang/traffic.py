@@ -330,8 +330,9 @@ class _Fault:
 
         def undo() -> None:
             del session._after
-            for key, byte in keys:
-                key[byte] ^= 1
+            with torch.inference_mode():
+                for key, byte in keys:
+                    key[byte] ^= 1
 
         keys: list[tuple[torch.Tensor, int]] = []
         session._after = miswritten

@@ -355,8 +355,9 @@ class _Fault:
 
         def undo() -> None:
             del session.after
-            for key, place in keys:
-                key[place] ^= 1
+            with torch.inference_mode():
+                for key, place in keys:
+                    key[place] ^= 1
 
         keys: list[tuple[torch.Tensor, int]] = []
         session.after = miswritten
