@@ -122,13 +122,14 @@ def _ratio(row: dict[str, Any]) -> str:
 
 def _cost(found: Results, _: Sequence[str]) -> str:
     measured, _names = _served(found, "engine_cost", "tiers_cost")
-    ratios = {(*_batch(r), r["mode"]): r for r in measured}
+    # What was measured in several runs is several rows.
+    ratios = {(*_batch(r), r["file"], r["mode"]): r for r in measured}
     ranked = sorted((key for key in ratios if key[-1] == "ours"), key=lambda key: float(ratios[key]["ratio"]))
     rows = []
-    # A single turn may be as fast as none by chance, and is no best row.
-    best = next((key for key in reversed(ranked) if ratios[key]["n"] > 1), ranked[-1])
+    # Turns may be as fast as those without by chance: the best row is that whose slowest turn is the best.
+    best = max(ranked, key=lambda key: (ratios[key]["n"] > 1, float(ratios[key]["low"])))
     for what, key in (("best", best), ("worst", ranked[0])):
-        run, model, phase, shape, _mode = key
+        run, model, phase, shape, _file, _mode = key
         theirs = ratios.get((*key[:-1], "sgl"))
         rows.append(
             [
