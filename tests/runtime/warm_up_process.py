@@ -54,27 +54,40 @@ class Context(CanaryContext):
 
 
 def main(kind: str) -> None:
-    """Warm up, and soak; `kind`: "given" (as with SGLang's graphs), "plain", "window" or "sealed"."""
+    """Warm up, and soak.
+
+    Args:
+        kind: "given" (as with SGLang's graphs), "plain", "sealed", "writes" (held against what is handed over), "both"
+            (two records of a slot), "rows" (tables have rows of their own), "pending" (some of a prefix comes in the
+            forward), "window" or "ring" (a group of either beside another one).
+    """
     random.seed(3)
     manager_module.CanaryContext = Context
     k, v = (kv_source(SLOTS, 64, layers=3, read_bytes=16) for _ in range(2))
     pool = kc.KvPool(name="pool", num_slots=SLOTS, k_source=k, v_source=v, device="cpu")
     groups = [kc.BufferGroup(name="full", pool=pool)]
-    if kind == "window":
+    if kind in ("window", "ring"):
         k, v = (kv_source(SLOTS, 64, layers=3, read_bytes=16) for _ in range(2))
         other = kc.KvPool(name="window", num_slots=SLOTS, k_source=k, v_source=v, device="cpu")
-        groups.append(kc.BufferGroup(name="swa", pool=other, window=200))
+        groups.append(kc.BufferGroup(name="swa", pool=other, window=200, ring=kind == "ring"))
     tables = {g.name: torch.zeros(ROWS, LENGTH + 8, dtype=torch.int32) for g in groups}
     with compiling.compiler((9, 0)) as found:
         canary = kc.CanaryManager(
             groups,
             limits=kc.CanaryLimits(max_rows=ROWS, max_requests=REQUESTS, max_tokens=TOKENS, max_len=LENGTH),
             config=kc.CanaryConfig(
-                backend="triton", stride=1 if kind == "plain" else 4, seals="layer" if kind == "sealed" else "off"
+                backend="triton",
+                stride=1 if kind == "plain" else 4,
+                seals="layer" if kind in ("sealed", "writes") else "off",
+                check_writes=kind == "writes",
+                records="head_and_tail" if kind == "both" else "one",
             ),
         )
         canary.forward()
-        canary.warm_up(tables, is_given=kind == "given", graph_tokens=GRAPH if kind == "given" else None)
+        is_given = kind == "given"
+        canary.warm_up(
+            tables, is_given=is_given, has_table_rows=kind == "rows", graph_tokens=GRAPH if is_given else None
+        )
         warm_up = [x.name for x in found]
         found.clear()
         forwards = sum(1 for _ in soak(canary, tables, kind))
@@ -154,7 +167,14 @@ def soak(canary: kc.CanaryManager, tables: dict[str, torch.Tensor], kind: str) -
             prefix = np.array([random.randint(0, 1500) for _ in range(count)], np.int64)
             for _ in range(3):
                 newest = np.full(count, 7, np.int64) if (prefix > 0).all() else None
-                requests = BatchRequests(composition, prefix=prefix, extend=extend, newest=newest)
+                requests = BatchRequests(
+                    composition,
+                    prefix=prefix,
+                    extend=extend,
+                    newest=newest,
+                    pending=np.minimum(prefix, 7) if kind == "pending" else None,
+                    table_rows=np.arange(count) if kind == "rows" else None,
+                )
                 flat = torch.zeros(requests.num_tokens, dtype=torch.int64)
                 of_requests = torch.zeros(count, dtype=torch.int64) if kind == "given" else None
                 in_graph = kind == "given" and count <= GRAPH and bool((extend == 1).all())
