@@ -55,6 +55,18 @@ def test_kept_results_name_their_device(path: Path) -> None:
         assert {card in device for device in devices} == {path.name.startswith(card.lower())}
 
 
+@pytest.mark.parametrize("path", sorted(evidence.RESULTS.glob("*.json")), ids=lambda path: path.name)
+def test_kept_results_are_those_of_runs_that_were_as_they_should_be(path: Path) -> None:
+    """A figure of a run whose own checks have failed is not one of what its row says."""
+    facts = json.loads(path.read_text())
+    rows = facts if isinstance(facts, list) else [facts]
+    for row in rows:
+        assert not row.get("checks")
+        assert row.get("ok", True)
+        failed = row.get("failed")
+        assert not (any(failed.values()) if isinstance(failed, dict) else failed)
+
+
 def test_the_runtime_is_without_the_tools_that_no_engine_runs_and_without_adapters() -> None:
     names = set(evidence.read("kv_canary"))
     assert {"kv_canary/runtime/manager.py", "kv_canary/specs/verify.py"} <= names
