@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import kv_canary as kc
+from kv_canary import ops
 from kv_canary.difftest.simulator.scripted_engine import kv_source
+from kv_canary.runtime import seals
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.history import StepHistory, StepRecord
 from kv_canary.runtime.seals import SCRUB_EVERY
@@ -414,3 +416,20 @@ def test_readers_are_those_whose_rows_name_the_slot(kind: str) -> None:
     for slot in range(1, 256):
         assert history.readers(group, slot, after=4, most=8) == expected.get(slot, [])
     assert history.readers(group, next(iter(expected)), after=5, most=8) == []
+
+
+def test_a_warm_up_verifies_nothing_by_lists_and_by_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the kernels of both are compiled; whether any is missing shows where nothing interprets them."""
+    engine = sealed_engine(scrub_share=0.0)
+    given = list[bool]()
+    verify = ops.verify_seals
+
+    def seen(**arguments: object) -> None:
+        given.append(arguments["slots"] is not None)
+        verify(**arguments)
+
+    monkeypatch.setattr(ops, "verify_seals", seen)
+    seals.warm_up(engine.manager.context)
+    assert given == [False, True]
+    engine.manager.flush()
+    assert list(engine.manager.reports) == []
