@@ -424,7 +424,7 @@ def test_a_warm_up_verifies_nothing_by_lists_and_by_ranges(monkeypatch: pytest.M
     given = list[bool]()
     verify = ops.verify_seals
 
-    def seen(**arguments: object) -> None:
+    def seen(**arguments: Any) -> None:
         given.append(arguments["slots"] is not None)
         verify(**arguments)
 
