@@ -295,6 +295,8 @@ def test_of_one_backup_that_is_too_large_the_last_slots_are_looked_at_first(monk
     t.backup(device, host)
     t.tier.settle()
     assert t.tier.facts.waiting == 4
+    # Records and seals, and five numbers of what is known of a slot.
+    assert t.tier.facts.memory == (t.tier.width + 5) * 8 * t.tier.pool.num_slots
     last = int(host[-1])
     t.halves[0][0, last, 0] ^= 1
     assert t.tier.check() == 4

@@ -233,7 +233,7 @@ class Session:
                     following=self._contain,
                 )
                 if self._speculation is None:
-                    writes.capture_again(target, following=self._contain)
+                    writes.capture_again(target, keeps=self.manager)
             if getattr(scheduler.tree_cache, "cache_controller", None) is not None:
                 self._host_tiers = hicache.HostTiers(
                     scheduler,

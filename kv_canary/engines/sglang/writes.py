@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kv_canary.engines.patches import Patches
+from kv_canary.errors import must_be
 from kv_canary.runtime.pools import BufferGroup, KvPool
 
 logger = logging.getLogger("kv_canary")
@@ -53,25 +54,29 @@ def watch(
             _wrap(part, group.pool, handed=handed, in_order=in_order, patches=patches, following=following)
 
 
-def capture_again(runner: Any, *, following: Callable[[str], AbstractContextManager[Any]]) -> None:
+def capture_again(runner: Any, *, keeps: Any) -> None:
     """Capture a runner's decode graphs anew, behind `watch`: what the model hands over is taken in by them, too.
-
-    Where that fails, the graphs stay as they were, and nothing is said of what they write.
 
     Args:
         runner: SGLang's `ModelRunner`.
-        following: as that of `watch`.
+        keeps: what holds the memory that the graphs copy to, for as long as there may be such graphs.
+
+    Raises:
+        ValueError: that fails. The graphs of before are of no use then: the attention backend has other buffers by now.
     """
-    before = getattr(runner, "decode_cuda_graph_runner", None)
-    if before is None or before is runner.eager_runner:
+    graphs = getattr(runner, "decode_cuda_graph_runner", None)
+    if graphs is None or graphs is runner.eager_runner:
         return
-    done = False
-    with following("capturing decode graphs again"):
+    # Lest their memory be held while others are captured.
+    del graphs
+    runner.kv_canary_keeps = keeps
+    try:
         runner.recapture_decode_cuda_graph()
-        done = True
-    if not done:
-        runner.decode_cuda_graph_runner = before
-        logger.warning("kv-canary: sglang adapter: check_writes does not cover decodes by a CUDA graph")
+    except Exception as error:
+        expected = "off where decode graphs cannot be captured a second time"
+        raise ValueError(
+            must_be("sglang adapter", "check_writes", expected, f"{type(error).__name__}: {error}")
+        ) from error
 
 
 def _wrap(
