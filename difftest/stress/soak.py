@@ -32,6 +32,7 @@ from kv_canary.difftest.simulator.actions import opening
 from kv_canary.difftest.stress import batching
 from kv_canary.difftest.stress.processes import prepare_backend, processes, run_tasks
 from kv_canary.difftest.stress.random_engine import CountingEngine, any_action, draw_configs, draw_sealing_canary
+from kv_canary.errors import must_be
 
 # Engines of one task; they are drawn together, which is cheaper.
 LIVES = 4
@@ -224,6 +225,8 @@ class Soak:
     forwards: Tally = field(default_factory=Tally)
     seconds: float = 0.0
     interrupted: bool = False
+    # What each of the runs says of itself that this one goes on from.
+    before: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def clean(self) -> bool:
@@ -246,6 +249,7 @@ class Soak:
             "lives": self.steps.lives + self.forwards.lives,
             "model_engines": _as_dict(self.steps),
             "transformers": _as_dict(self.forwards),
+            "before": self.before,
         }
 
 
@@ -260,8 +264,59 @@ def _as_dict(tally: Tally) -> dict[str, Any]:
     }
 
 
+def _from_dict(kept: dict[str, Any], steps: int) -> Tally:
+    return Tally(
+        lives=kept["lives"],
+        steps=steps,
+        seconds=kept["job_seconds"],
+        relied_on=kept["relied_on_at_stride_1"],
+        verified=kept["verified_at_stride_1"],
+        happened=Counter(kept["happened"]),
+    )
+
+
+def interrupted_soak(path: Path, *, given: dict[str, Any]) -> Soak:
+    """Return the campaign that was interrupted, to go on from.
+
+    Args:
+        path: what it wrote.
+        given: the device, sources, backend and seed of the one that goes on.
+
+    Raises:
+        ValueError: the file is no campaign's, of other code or of other lives, or something was wrong in it.
+    """
+    try:
+        kept = json.loads(path.read_text())
+        parts = [(kept["model_engines"], kept["engine_steps"]), (kept["transformers"], kept["forwards"])]
+        steps, forwards = (_from_dict(*part) for part in parts)
+        wrong = kept["false_alarms"] or any(part["wrong"] for part, _ in parts)
+        there = {name: kept[name] for name in given}
+        it = {
+            name: kept[name] for name in ("versions", "commit", "date", "jobs", "seconds", "engine_steps", "forwards")
+        }
+        before = [*kept.get("before", []), it]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            must_be("soak", "--continue", "what an interrupted soak wrote", f"{path}: {error!r}")
+        ) from error
+    for name, value in given.items():
+        if there[name] != value:
+            raise ValueError(must_be("soak", "--continue", f"of the same {name}, {value}", there[name]))
+    if wrong:
+        raise ValueError(must_be("soak", "--continue", "of a soak in which nothing was wrong", str(path)))
+    return Soak(steps=steps, forwards=forwards, seconds=kept["seconds"], before=before)
+
+
 def soak(
-    *, engine_steps: int, forwards: int, device: str, backend: str, jobs: int, number: int, console: Console
+    *,
+    engine_steps: int,
+    forwards: int,
+    device: str,
+    backend: str,
+    jobs: int,
+    number: int,
+    console: Console,
+    begun: Soak | None = None,
 ) -> Soak:
     """Let engines live until they have taken so many steps and forwards, and show how far they are.
 
@@ -273,20 +328,23 @@ def soak(
         jobs: processes.
         number: seed of the first task; those behind it count on.
         console: where to show it.
+        begun: what has been lived by the same seed already; counts on, and is what is returned.
     """
-    result = Soak()
-    begin = time.monotonic()
+    result = Soak() if begun is None else begun
+    begin = time.monotonic() - result.seconds
     parts = (
-        ("engine steps", result.steps, engine_steps, ("",)),
-        ("forwards of transformers", result.forwards, forwards, batching.MODELS),
+        ("engine steps", result.steps, engine_steps, ("",), LIVES),
+        ("forwards of transformers", result.forwards, forwards, batching.MODELS, len(batching.MODELS)),
     )
     with progress_bar(console) as progress, processes(jobs) as pool:
-        for what, tally, wanted, models in parts:
+        for what, tally, wanted, models, lives in parts:
             bar = progress.add_task(what, total=wanted)
+            # A seed of which some lives have been lived is not lived again.
+            first = number - (-tally.lives // lives)
             tasks = (
-                Task(number=n, model=model, device=device, backend=backend) for n in count(number) for model in models
+                Task(number=n, model=model, device=device, backend=backend) for n in count(first) for model in models
             )
-            if wanted and not result.interrupted:
+            if tally.steps < wanted and not result.interrupted:
                 result.interrupted = run_tasks(
                     run, tasks, pool=pool, ahead=jobs + 1, take=partial(_take, tally, wanted, progress, bar)
                 )
@@ -329,6 +387,12 @@ def show(result: Soak, console: Console) -> None:
 @backend_option
 @jobs_option()
 @number_option()
+@click.option(
+    "--continue",
+    "begun_path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="What an interrupted soak of the same code and seed wrote: count on from there.",
+)
 @json_option()
 @commit_option()
 def main(
@@ -338,6 +402,7 @@ def main(
     backend: str,
     jobs: int,
     number: int,
+    begun_path: Path | None,
     json_path: Path | None,
     commit: str | None,
 ) -> None:
@@ -354,18 +419,28 @@ def main(
     `--engine-steps 1 --forwards 0`, or the other way round, to see it again.
 
     Exit codes: 0 silent, 1 something was wrong or it was interrupted, 2 misuse. Ctrl-C prints (and writes) what was
-    lived so far.
+    lived so far; `--continue` goes on from there, hours or machines later. What each of the runs was is written too.
 
     \b
     Examples:
       kv-canary stress soak --jobs 2 --json soak.json
       kv-canary stress soak --engine-steps 500 --forwards 0 --seed 17
+      kv-canary stress soak --engine-steps 1000000 --continue soak.json --json soak.json
       kv-canary stress soak --device cuda --backend triton
     """
     try:
         prepare_backend(device, backend)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    its_facts = facts(device, commit=commit, kind="soak")
+    given = {"backend": backend, "seed": number}
+    begun = None
+    if begun_path is not None:
+        try:
+            of = {name: its_facts[name] for name in ("device", "sources")}
+            begun = interrupted_soak(begun_path, given={**of, **given})
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
     console = Console()
     result = soak(
         engine_steps=engine_steps,
@@ -375,13 +450,11 @@ def main(
         jobs=jobs,
         number=number,
         console=console,
+        begun=begun,
     )
     show(result, console)
     if json_path is not None:
-        given = {"backend": backend, "seed": number, "jobs": jobs}
-        json_path.write_text(
-            json.dumps({**facts(device, commit=commit, kind="soak"), **given, **result.as_dict()}, indent=2) + "\n"
-        )
+        json_path.write_text(json.dumps({**its_facts, **given, "jobs": jobs, **result.as_dict()}, indent=2) + "\n")
     raise SystemExit(0 if result.passed else 1)
 
 

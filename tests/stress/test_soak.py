@@ -305,6 +305,52 @@ def test_an_interrupted_campaign_prints_and_writes_what_it_has(
         assert [(row["mode"], row["group"]) for row in facts] == [(MODES[0], "FULL")]
 
 
+def lived(path: Path, *arguments: str) -> dict[str, Any]:
+    result = invoke(soak.main, *arguments, "--json", str(path), "--seed", "3")
+    assert result.exit_code == 0, result.output
+    facts: dict[str, Any] = json.loads(path.read_text())
+    return facts
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_soak_goes_on_from_where_one_was_interrupted(tmp_path: Path) -> None:
+    whole, begun, path = (tmp_path / name for name in ("whole.json", "begun.json", "continued.json"))
+    first = lived(begun, "--engine-steps", "30", "--forwards", "0")
+    alone = lived(whole, "--engine-steps", "90", "--forwards", "1")
+    continued = lived(path, "--engine-steps", "90", "--forwards", "1", "--continue", str(begun))
+    for part in ("model_engines", "transformers"):
+        assert continued[part]["happened"] == alone[part]["happened"]
+        assert continued[part]["lives"] == alone[part]["lives"] > 0
+    assert continued["engine_steps"] == alone["engine_steps"] > first["engine_steps"]
+    assert [run["engine_steps"] for run in continued["before"]] == [first["engine_steps"]]
+    assert continued["seconds"] > first["seconds"]
+    # Nothing is lived twice where that was enough.
+    again = lived(path, "--engine-steps", "90", "--forwards", "1", "--continue", str(path))
+    assert (again["lives"], len(again["before"])) == (alone["lives"], 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seed": 4}, "of the same seed, 3, got 4"),
+        ({"sources": {}}, "of the same sources"),
+        ({"false_alarms": 1}, "of a soak in which nothing was wrong"),
+        ({"engine_steps": None}, "what an interrupted soak wrote"),
+        (None, "what an interrupted soak wrote"),
+    ],
+)
+def test_what_is_not_to_be_gone_on_from_is_misuse(change: dict[str, Any] | None, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "soak.json"
+    kept = lived(path, "--engine-steps", "0", "--forwards", "0")
+    if change is not None and (gone := [name for name, value in change.items() if value is None]):
+        change = {}
+        del kept[gone[0]]
+    path.write_text("no JSON" if change is None else json.dumps({**kept, **change}))
+    result = invoke(soak.main, "--engine-steps", "5", "--continue", str(path), "--seed", "3")
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.replace("│", " ").split())
+
+
 @pytest.mark.parametrize("command", [soak.main, detection.main])
 @pytest.mark.parametrize("arguments", [["--backend", "magic"], ["--jobs", "0"], ["--seed", "-1"], ["--what"]])
 def test_misuse_exits_with_2(command: Any, arguments: list[str]) -> None:
