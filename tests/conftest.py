@@ -86,8 +86,10 @@ class DrainedLog:
 
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> DrainedLog:
-    """What was logged, also by the canary's output thread."""
-    return DrainedLog(caplog)
+    """What was logged, also by the canary's output thread, and by nothing that an earlier test has left to it."""
+    drained = DrainedLog(caplog)
+    drained.clear()
+    return drained
 
 
 @pytest.fixture(scope="session", autouse=True)

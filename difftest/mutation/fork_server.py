@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -46,7 +47,8 @@ def _run(root: str, tests: list[str], limit_s: float) -> tuple[int, str]:
             # What a test has started and left.
             os.killpg(pid, signal.SIGKILL)
         output.seek(0)
-        failed = [line.strip() for line in output if line.startswith(("FAILED", "ERROR"))]
+        # Not what a test has logged as an error.
+        failed = [line.strip() for line in output if re.match("(FAILED|ERROR) [^ ]", line)]
     return done, "; ".join(failed)[:500]
 
 
