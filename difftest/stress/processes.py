@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from kv_canary.constants import BACKENDS
+from kv_canary.difftest.ending import until_ended
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -45,15 +46,17 @@ def run_tasks(
 ) -> bool:
     """Run tasks, so many at once, and hand their results to `take`, in order, until it returns True.
 
-    So what is taken depends on the tasks alone. Returns whether Ctrl-C stopped it; what is under way is not taken.
+    So what is taken depends on the tasks alone. Returns whether Ctrl-C or SIGTERM stopped it; what is under way is not
+    taken.
     """
     waiting = iter(tasks)
     pending = [pool.submit(function, task) for task in islice(waiting, ahead)]
     try:
-        while pending:
-            if take(pending.pop(0).result()):
-                return False
-            pending += [pool.submit(function, task) for task in islice(waiting, 1)]
+        with until_ended():
+            while pending:
+                if take(pending.pop(0).result()):
+                    return False
+                pending += [pool.submit(function, task) for task in islice(waiting, 1)]
     except KeyboardInterrupt:
         return True
     finally:

@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import json
 import multiprocessing
+import queue
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -70,18 +71,22 @@ def campaign(
     lives: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for setting in settings:
         told: Any = context.Queue()
-        process = context.Process(target=lead, args=(setting, names(setting), seeds, told), daemon=True)
+        # No daemon: an engine's ranks may be processes of its own.
+        process = context.Process(target=lead, args=(setting, names(setting), seeds, told))
         process.start()
-        while True:
-            if not process.is_alive() and told.empty():
-                raise RuntimeError(f"kv-canary: the engine {setting.name} must live, got exit {process.exitcode}")
-            with contextlib.suppress(Exception):
-                one = told.get(timeout=1.0)
-                if one is None:
-                    break
-                lives.setdefault(one[:2], []).append(one[2])
-                tick(f"{one[0]}: {one[1]}")
-        process.join()
+        try:
+            while True:
+                if not process.is_alive() and told.empty():
+                    raise RuntimeError(f"kv-canary: the engine {setting.name} must live, got exit {process.exitcode}")
+                with contextlib.suppress(queue.Empty):
+                    one = told.get(timeout=1.0)
+                    if one is None:
+                        break
+                    lives.setdefault(one[:2], []).append(one[2])
+                    tick(f"{one[0]}: {one[1]}")
+            process.join()
+        finally:
+            process.kill()
     by_name = {fault.name: fault for fault in faults}
     return [_row(f"{engine}, {setting}", fault, by_name.get(fault), found) for (setting, fault), found in lives.items()]
 

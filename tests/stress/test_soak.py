@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -218,6 +220,12 @@ def test_tasks_are_taken_in_order_until_there_are_enough() -> None:
             raise KeyboardInterrupt
 
         assert processes.run_tasks(math.sqrt, [1, 4], pool=pool, ahead=3, take=interrupt) is True
+
+        def end(result: float) -> bool:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return False
+
+        assert processes.run_tasks(math.sqrt, [1, 4], pool=pool, ahead=3, take=end) is True
         assert processes.run_tasks(math.sqrt, [1, 4], pool=pool, ahead=3, take=lambda result: False) is False
 
 

@@ -104,6 +104,17 @@ def test_what_goes_wrong_on_the_way_is_found_and_nothing_without() -> None:
     assert [set(row["where"]) for row in rows] == [set(), {"host"}, {"host"}, {"load"}, {"load"}]
 
 
+def test_a_load_that_one_rank_makes_alone_is_found_on_the_others_and_by_nobody_else() -> None:
+    [setting] = [s for s in campaign.SETTINGS if s.ranks > 1]
+    names = [fault.name for fault in campaign.FAULTS if campaign.belongs(setting, fault)]
+    assert names == ["one rank loads alone"]
+    rows = tier_lives.campaign(
+        "vllm", campaign.lead, [setting], lambda _: ("healthy", *names), [0, 1], faults=campaign.FAULTS
+    )
+    assert [text for row in rows for text in tier_lives.objections(row)] == []
+    assert [(row["found"], set(row["where"])) for row in rows] == [(0, set()), (2, {"load"})]
+
+
 def test_host_memory_is_followed_beside_another_connector(model: Model) -> None:
     """What the other one brings is taken in as it comes, and nothing of what comes from the host."""
     from kv_canary.difftest.stress.vllm import loopback, offloading

@@ -12,32 +12,30 @@ import itertools
 import os
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
-from kv_canary.difftest.stress import causes, tier_lives
-from kv_canary.difftest.stress.vllm.engine import BLOCK, VOCABULARY, Engine, Runner, prepare, save_model
+from kv_canary.difftest.stress import tier_lives
+from kv_canary.difftest.stress.vllm.engine import VOCABULARY, Engine, Runner, prepare, save_model
+from kv_canary.difftest.stress.vllm.tier_faults import FAULTS, HEALTHY, Fault
 
 PROMPT, NEW_TOKENS, OTHERS, HOST_BYTES = 170, 6, 6, 8 << 20
-
-# Makes a copy wrong: given the worker, the blocks on the device, the places on the host, whether the copy is already
-# made, and where choices come from; returns whether the copy is left out.
-Mistake = Callable[[Any, Any, Any, bool, random.Random], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """An engine: its runner, its model, how many blocks of it are a chunk of host memory."""
+    """An engine: its runner, its model, how many blocks of it are a chunk of host memory, its tensor-parallel ranks."""
 
     name: str
     runner: Runner = "V1"
     kind: str = "llama"
     layers: int = 3
     per_chunk: int = 1
+    ranks: int = 1
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -46,135 +44,9 @@ SETTINGS = (
     Setting(name="V1, chunks of two blocks, 3 layers", per_chunk=2),
     Setting(name="V1, three groups over one memory", kind="gemma3", arguments={"num_gpu_blocks_override": 70}),
     Setting(name="V2, 3 layers", runner="V2"),
+    Setting(name="V1, two ranks, 3 layers", ranks=2, arguments={"distributed_executor_backend": "mp"}),
     Setting(name="V1, 32 layers", layers=32, arguments={"kv_cache_memory_bytes": 64 << 20}),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """One way in which a tier goes wrong.
-
-    Args:
-        name, doc: what it is called, and what goes wrong.
-        right, half: see `causes`.
-        of: which copy: to the host ("store") or back; or none, but what lies there.
-        do: makes it wrong; None for what lies there.
-    """
-
-    name: str
-    doc: str
-    right: Sequence[str] = causes.CAME_WRONG
-    half: Sequence[str] = ()
-    of: Literal["store", "load", "host"] = "load"
-    do: Mistake | None = None
-
-
-def _random(rows: Any, places: Any, rng: random.Random) -> None:
-    import torch
-
-    at = int(rng.choice(list(places)))
-    rows[at] = torch.randint(-128, 127, rows[at].shape, dtype=rows.dtype)
-
-
-def _too_early(worker: Any, blocks: Any, places: Any, is_made: bool, rng: random.Random) -> bool:
-    if is_made:
-        _random(worker.rows("host", rng.randrange(len(worker.device))), places, rng)
-    return False
-
-
-def _written_before(worker: Any, blocks: Any, places: Any, is_made: bool, rng: random.Random) -> bool:
-    if not is_made:
-        _random(worker.rows("device", rng.randrange(len(worker.device))), blocks, rng)
-    return False
-
-
-def _left_out(worker: Any, blocks: Any, places: Any, is_made: bool, rng: random.Random) -> bool:
-    return True
-
-
-def _one_layer_skipped(worker: Any, blocks: Any, places: Any, is_made: bool, rng: random.Random) -> bool:
-    skipped = rng.randrange(len(worker.device))
-    for tensor in range(len(worker.device)):
-        if tensor != skipped:
-            worker.rows("device", tensor)[blocks] = worker.rows("host", tensor)[places]
-    return True
-
-
-def _one_base_for_two(worker: Any, blocks: Any, places: Any, is_made: bool, rng: random.Random) -> bool:
-    """Two layers' tensors have one address on the host: vllm#57661's form."""
-    first, second = rng.sample(range(len(worker.device)), 2)
-    if is_made:
-        worker.rows("device", second)[blocks] = worker.rows("host", first)[places]
-    return False
-
-
-def _k_into_v(worker: Any, blocks: Any, places: Any, is_made: bool, rng: random.Random) -> bool:
-    if is_made:
-        tensor = rng.randrange(len(worker.device))
-        device, host = worker.rows("device", tensor), worker.rows("host", tensor)
-        half = device.shape[1] // 2
-        for block, place in zip(blocks, places, strict=True):
-            device[block, half:] = host[place, :half]
-    return False
-
-
-def _order(blocks: Any, places: Any, others: Any, worker: Any) -> bool:
-    for tensor in range(len(worker.device)):
-        worker.rows("device", tensor)[blocks] = worker.rows("host", tensor)[others]
-    return True
-
-
-def _swapped(worker: Any, blocks: Any, places: Any, is_made: bool, rng: random.Random) -> bool:
-    if is_made:
-        return False
-    others = places.copy()
-    a, b = rng.sample(range(len(places)), 2)
-    others[[a, b]] = others[[b, a]]
-    return _order(blocks, places, others, worker)
-
-
-def _half_as_long(worker: Any, blocks: Any, places: Any, is_made: bool, rng: random.Random) -> bool:
-    """Numbers of kernels' blocks for the scheduler's: vllm#28677's form."""
-    return False if is_made else _order(blocks, places, places // 2, worker)
-
-
-def _reused_meanwhile(worker: Any, blocks: Any, places: Any, is_made: bool, rng: random.Random) -> bool:
-    if not is_made:
-        _random(worker.rows("host", rng.randrange(len(worker.device))), places, rng)
-    return False
-
-
-FAULTS = (
-    Fault(name="backed up too early", doc="a store copies a block before it is written", of="store", do=_too_early),
-    Fault(
-        name="device slots reused during the backup",
-        doc="others write to a block while it is copied to the host",
-        right=(*causes.CAME_WRONG, *causes.CHANGED),
-        of="store",
-        do=_written_before,
-    ),
-    Fault(name="backup dropped", doc="a store is acknowledged and never made", of="store", do=_left_out),
-    Fault(
-        name="one bit on the host",
-        doc="a random bit of host memory flips",
-        right=causes.CHANGED,
-        half=causes.CAME_WRONG,
-        of="host",
-    ),
-    Fault(name="load dropped", doc="a load is acknowledged and never made: vllm#52234's form", do=_left_out),
-    Fault(name="one layer skipped", doc="a load leaves a layer out", do=_one_layer_skipped),
-    Fault(name="one address for two layers", doc="a load brings one layer's KV to another too", do=_one_base_for_two),
-    Fault(name="K into V", doc="a load puts K where V belongs", do=_k_into_v),
-    Fault(name="two blocks swapped", doc="a load takes two blocks in each other's place", do=_swapped),
-    Fault(name="blocks of half the length", doc="a load counts blocks as half as long as they are", do=_half_as_long),
-    Fault(
-        name="host slots reused during the load",
-        doc="others write to the host's slots while they are loaded",
-        right=(*causes.CAME_WRONG, *causes.CHANGED),
-        do=_reused_meanwhile,
-    ),
-)
-HEALTHY = Fault(name=tier_lives.HEALTHY, doc="nothing goes wrong")
 
 
 class Life:
@@ -182,23 +54,26 @@ class Life:
 
     def __init__(self, setting: Setting, folder: Path) -> None:
         overrides = {} if setting.layers == 3 else {"num_hidden_layers": setting.layers}
+        if setting.ranks > 1:
+            overrides["num_key_value_heads"] = setting.ranks
         model = save_model(folder / setting.kind, setting.kind, **overrides)
         prepare()
         from kv_canary.difftest.stress.vllm import offloading
+        from kv_canary.difftest.stress.vllm.tier_rank import EXTENSION
 
-        self._offloading = offloading
-        host = offloading.settings(size=HOST_BYTES * max(1, setting.layers // 3), per_chunk=setting.per_chunk)
+        self._ranks = range(setting.ranks)
         self.engine = Engine(
             model,
             runner=setting.runner,
             canary={"seals": "layer", "scrub_share": "0"},
-            kv_transfer_config=host,
+            kv_transfer_config=offloading.settings(
+                size=HOST_BYTES * max(1, setting.layers // 3), per_chunk=setting.per_chunk
+            ),
+            worker_extension_cls=EXTENSION,
+            tensor_parallel_size=setting.ranks,
             **setting.arguments,
         )
-        self.session = self.engine.session
-        for tier in self.session.offload.tiers:
-            # Led by the life.
-            tier.close()
+        self._ask("life_led")
         self._numbers = itertools.count()
 
     def serve(self, prompts: Sequence[Sequence[int]]) -> list[str]:
@@ -208,14 +83,8 @@ class Life:
             self.engine.submit(name, prompt, new_tokens=NEW_TOKENS)
         while self.engine.unfinished:
             self.engine.step()
-            self.look()
+            self._ask("life_looks")
         return names
-
-    def look(self) -> None:
-        """Look at a piece of the host, as the thread does."""
-        for tier in self.session.offload.tiers:
-            tier.settle()
-            tier.check()
 
     def tokens_of(self, name: str) -> list[int]:
         """Return what a request has generated."""
@@ -223,88 +92,70 @@ class Life:
 
     def live(self, fault: Fault, seed: int) -> dict[str, Any]:
         """Live one life; return what came of it, JSON-ready."""
-        rng, manager, offloading = random.Random(f"{fault.name} {seed}"), self.session.manager, self._offloading
-        worker = offloading.WORKERS[0]
+        rng = random.Random(f"{fault.name} {seed}")
 
         def some() -> list[int]:
             return rng.choices(range(3, VOCABULARY), k=PROMPT)
 
-        manager.reports.clear()
-        prompt, began, incidents = some(), [0], causes.last_incident(manager)
-        if fault.of == "store" and fault.do is not None:
-            offloading.FAULTS.append(offloading.Fault("store", self._noted(fault.do, began), seed))
+        prompt, before = some(), self._ask("life_begins")
+        spared = rng.choice(self._ranks) if fault.leaves_one else None
+        wrong = [rank for rank in self._ranks if rank != spared]
+        if fault.of == "store":
+            self._err(fault, seed, wrong)
         [first] = self.serve([prompt])
         # Stores are made at the beginning of later steps.
         self.serve([some() for _ in range(OTHERS)])
         if fault.of == "host":
-            began[0] = manager.step
-            self._flip(prompt, worker, rng)
-            for tier in self.session.offload.tiers:
-                tier.check(whole=True)
-        if fault.of == "load" and fault.do is not None:
-            offloading.FAULTS.append(offloading.Fault("load", self._noted(fault.do, began), seed))
-        before = worker.loaded
+            self._ask("life_flips", prompt, seed, ranks=wrong)
+        if fault.of == "load":
+            self._err(fault, seed, wrong)
         [second] = self.serve([prompt])
-        self.look()
-        manager.flush()
-        reports, says = list(manager.reports), causes.first_cause(manager, behind=incidents)
-        offloading.FAULTS.clear()
+        told = self._ask("life_tells")
         self._empty()
-        named = {(r.request_id or "").partition("-")[0] for r in reports}
+        found = [told[rank] for rank in wrong if told[rank]["steps"]]
+        named = {name for one in told for name in one["requests"]}
+        elsewhere = any(told[rank]["steps"] for rank in self._ranks if rank not in wrong)
         return {
-            "found": bool(reports),
-            "where": "" if not reports else tier_lives.look_of(reports[0]),
-            "late": max(0, reports[0].step - began[0] - 1) if reports else 0,
-            "blamed_wrongly": not named <= {"", first, second},
-            "says": says,
+            # By each that it happens on; a false alarm of one is one.
+            "found": len(found) >= (len(wrong) if fault.do or fault.of == "host" else 1),
+            "where": found[0]["where"] if found else "",
+            "late": max((max(0, one["steps"][0] - one["began"] - 1) for one in found), default=0),
+            "blamed_wrongly": elsewhere or not named <= {"", first, second},
+            "says": found[0]["says"] if found else "",
             "wrong_text": self.tokens_of(first) != self.tokens_of(second),
-            "came_back": worker.loaded - before,
+            "came_back": max(one["loaded"] - had for one, had in zip(told, before, strict=True)),
         }
+
+    def _err(self, fault: Fault, seed: int, wrong: Sequence[int]) -> None:
+        if fault.do is not None:
+            self._ask("life_errs", fault.name, fault.of, seed, ranks=wrong)
 
     def _empty(self) -> None:
         """Leave nothing of a life on the host, and nothing that is found there."""
         self.engine.llm.llm_engine.reset_prefix_cache(reset_connector=True)
         # What has ended is looked at in the next step.
         self.serve([[3, 4, 5]])
-        self.session.manager.flush()
-        # What it has damaged lies in free blocks, whose records a scrub may still come to.
-        self.session.manager.clear()
-        for tier in self.session.offload.tiers:
-            tier.clear()
+        self._ask("life_ends")
 
-    def _noted(self, do: Mistake, began: list[int]) -> Mistake:
-        def noted(*arguments: Any) -> bool:
-            began[0] = began[0] or self.session.manager.step
-            return do(*arguments)
+    def _ask(self, what: str, *arguments: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+        """Have ranks, or all of them, do what `LedRank` does; return what each of all of them answers."""
+        its = self._ranks if ranks is None else ranks
+        answers: list[Any] = self.engine.llm.collective_rpc("life_does", args=(what, arguments, tuple(its)))
+        return answers
 
-        return noted
 
-    def _flip(self, prompt: Sequence[int], worker: Any, rng: random.Random) -> None:
-        """Flip a random bit of a slot on the host that a prompt's KV is in."""
-        import torch
-
-        tiers = [(tier, self._host_slots(tier, prompt)) for tier in self.session.offload.tiers]
-        tier, slots = rng.choice([found for found in tiers if len(found[1])])
-        source = rng.choice([s for s in (tier.pool.k_source, tier.pool.v_source) if s is not None])
-        row, token = divmod(rng.choice(slots) - source.slot_bias, source.page_size)
-        layer = rng.choice(source.layers).view(torch.uint8)
-        at = source.offset_bytes + token * source.token_stride_bytes + rng.randrange(source.bytes_per_token)
-        layer[row, at] ^= 1 << rng.randrange(8)
-
-    def _host_slots(self, tier: Any, prompt: Sequence[int]) -> list[int]:
-        """Return the slots of a tier whose records are of a prompt's tokens."""
-        words = tier.pool.records[:, 0]
-        tokens, positions = (words & 0xFFFFFFFF).tolist(), (words >> 32).tolist()
-        return [
-            slot
-            for slot, (token, position) in enumerate(zip(tokens, positions, strict=True))
-            if slot and position < PROMPT // BLOCK * BLOCK and prompt[position] == token and int(words[slot])
-        ]
+def belongs(setting: Setting, fault: Fault) -> bool:
+    """Whether a fault is one that an engine of a setting lives."""
+    return fault.leaves_one == (setting.ranks > 1)
 
 
 def lead(setting: Setting, names: Sequence[str], seeds: Sequence[int], told: Any) -> None:
     """Live in a process of its own, and send what came of every life; see `tier_lives.campaign`."""
     os.environ["TRITON_INTERPRET"] = "1"
+    if setting.ranks > 1:
+        # A core for each rank, as far as there are so many.
+        cores = (sorted(os.sched_getaffinity(0)) * setting.ranks)[: setting.ranks]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores))
     import torch
 
     torch.set_num_threads(1)
@@ -330,4 +181,4 @@ def main(**options: Any) -> None:
       kv-canary stress vllm-tiers --json bench/results/vllm_tiers_detection.json
       kv-canary stress vllm-tiers --fault "one bit" --lives 50
     """
-    tier_lives.run("vllm", lead, SETTINGS, FAULTS, kind="vllm_tiers", **options)
+    tier_lives.run("vllm", lead, SETTINGS, FAULTS, belongs=belongs, kind="vllm_tiers", **options)
