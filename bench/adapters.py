@@ -6,6 +6,10 @@ engines' adapters can be held against each other, and one version against anothe
 `kv-canary bench engine` says.
 
 Batches: "decode" is the same requests at every step; in "churn" one ends and another one comes every other step.
+
+Caches: with a tiny model a step is short, so that the canary finds the CPU's caches as it has left them, more so beside
+one engine than beside another. A large one leaves nothing there. So every batch is measured a second time, with more
+memory read before each of the canary's calls than caches hold.
 """
 
 from __future__ import annotations
@@ -13,22 +17,26 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import random
 import statistics
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import click
+import numpy as np
 
 # Of a prompt; tokens that a request decodes at least; steps before those that are timed, and timed ones.
 PROMPT, LONGEST, WARM_UP, TIMED = 24, 500, 40, 120
+# Bytes that are more than a CPU's caches hold.
+EVICTING = 256 << 20
 # Seconds for one measurement.
 PATIENCE = 900.0
 KIND = "adapters_host"
@@ -42,6 +50,7 @@ class Row:
         engine: whose adapter it is, with the version of its model runner.
         batch: "decode" or "churn".
         requests: that run at a time.
+        caches: "warm", as the engine has left them, or "cold".
         host_us, p90_us: of a step, the median and what nine of ten steps stay below.
         repeated: share of the decode steps that repeated the one before.
     """
@@ -49,6 +58,7 @@ class Row:
     engine: str
     batch: str
     requests: int
+    caches: str
     host_us: float
     p90_us: float
     repeated: float
@@ -192,13 +202,17 @@ def _counts(_ctx: click.Context, _parameter: click.Parameter, text: str) -> tupl
 DRIVERS: dict[str, type[Driver]] = {"vllm": VllmDriver, "sglang": SglangDriver}
 
 
-def measure(engine: str, batch: str, requests: int, folder: Path) -> dict[str, Any]:
+def measure(engine: str, batch: str, requests: int, folder: Path, *, caches: str = "warm") -> dict[str, Any]:
     """Return what the adapter of an engine takes of a step; the only engine of this process.
+
+    Args:
+        engine, batch, requests, caches: see `Row`.
+        folder: for the model.
 
     Raises:
         RuntimeError: the canary was not at work in every step.
     """
-    from kv_canary.bench.serving.clocks import Clock
+    from kv_canary.bench.serving import clocks
     from kv_canary.runtime.context import CanaryContext
     from kv_canary.runtime.forward import SingleForwardManager
     from kv_canary.runtime.replays import Replays
@@ -225,7 +239,8 @@ def measure(engine: str, batch: str, requests: int, folder: Path) -> dict[str, A
     # As an engine that serves has it, lest its own garbage be counted as the canary's.
     gc.collect()
     gc.freeze()
-    clock, took, before, decodes, filled = Clock(events=False), list[float](), 0, 0, 0
+    clock = _cold(clocks.Clock)(events=False) if caches == "cold" else clocks.Clock(events=False)
+    took, before, decodes, filled = list[float](), 0, 0, 0
     for number in range(10_000):
         at, calls, first, was = clock.ns, clock.calls, repeated[0], driver.filled_ns
         is_decode = driver.step()
@@ -253,11 +268,30 @@ def measure(engine: str, batch: str, requests: int, folder: Path) -> dict[str, A
         engine=driver.name,
         batch=batch,
         requests=requests,
+        caches=caches,
         host_us=round(statistics.median(took), 1),
         p90_us=round(statistics.quantiles(took, n=10)[-1], 1),
         repeated=round(filled / max(decodes, 1), 2),
     )
     return asdict(row)
+
+
+def _cold(clock: type[Any]) -> type[Any]:
+    """Return a clock of a kind before whose calls a CPU's caches hold nothing of them."""
+    memory = np.zeros(EVICTING // 8, np.int64)
+
+    class Cold(clock):  # type: ignore[misc]
+        def _timed(self, original: Callable[..., Any], *, events: bool) -> Callable[..., Any]:
+            timed = super()._timed(original, events=events)
+
+            @functools.wraps(original)
+            def evicted(*args: Any, **kwargs: Any) -> Any:
+                np.add(memory, 1, out=memory)
+                return timed(*args, **kwargs)
+
+            return evicted  # type: ignore[no-any-return]
+
+    return Cold
 
 
 def _count_head(forward: Any) -> None:
@@ -298,6 +332,7 @@ def adapters(engine: str, requests: tuple[int, ...], json_path: Path | None) -> 
     \b
     host us     microseconds of a step, the median
     p90         what nine of ten steps stay below
+    caches      as a tiny model leaves the CPU's, or cold, as a large one does
     repeated    share of the decode steps that only sent new numbers
 
     \b
@@ -317,20 +352,20 @@ def adapters(engine: str, requests: tuple[int, ...], json_path: Path | None) -> 
     from kv_canary.commands.facts import facts
     from kv_canary.difftest.stress.processes import in_fork
 
-    table = Table("adapter", "batch", "requests", "host us", "p90", "repeated", title="Host time of a step")
+    table = Table("adapter", "batch", "requests", "caches", "host us", "p90", "repeated", title="Host time of a step")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        for batch in ("decode", "churn"):
-            for count in requests:
-                click.echo(f"{engine}: {batch}, {count} requests", err=True)
-                row = in_fork(functools.partial(measure, engine, batch, count, Path(name)), patience=PATIENCE)
-                if "error" in row:
-                    raise click.ClickException(f"bench: {row['error']}")
-                rows.append(row)
-                told = (f"{row['host_us']:.0f}", f"{row['p90_us']:.0f}", f"{row['repeated']:.0%}")
-                table.add_row(row["engine"], batch, str(count), *told)
-                if json_path is not None:
-                    _keep(json_path, engine, rows, facts("cpu", kind=KIND))
+        for batch, count, caches in itertools.product(("decode", "churn"), requests, ("warm", "cold")):
+            click.echo(f"{engine}: {batch}, {count} requests, {caches} caches", err=True)
+            lived = functools.partial(measure, engine, batch, count, Path(name), caches=caches)
+            row = in_fork(lived, patience=PATIENCE)
+            if "error" in row:
+                raise click.ClickException(f"bench: {row['error']}")
+            rows.append(row)
+            told = (f"{row['host_us']:.0f}", f"{row['p90_us']:.0f}", f"{row['repeated']:.0%}")
+            table.add_row(row["engine"], batch, str(count), caches, *told)
+            if json_path is not None:
+                _keep(json_path, engine, rows, facts("cpu", kind=KIND))
     Console().print(table)
 
 

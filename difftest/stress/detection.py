@@ -456,8 +456,8 @@ def main(
     step that reads it, any in every scrub. With --stride above 1 a fault
     may be gone before its turn comes; then what is found is a rate, and a low one is no failure.
 
-    Exit codes: 0 all found, nothing else blamed; 1 something was wrong; 2 misuse. Ctrl-C prints (and writes) what was
-    measured so far.
+    Exit codes: 0 all found, nothing else blamed; 1 something was wrong; 2 misuse. Ctrl-C or SIGTERM prints (and
+    writes) what was measured so far.
 
     \b
     Examples:

@@ -352,8 +352,8 @@ def main(
     blamed wrongly  reports of another slot, half or layer
     steps late      forwards between the fault and the report
 
-    Exit codes: 0 all found, nothing else blamed; 1 something was wrong; 2 misuse. Ctrl-C prints (and writes) what was
-    measured so far.
+    Exit codes: 0 all found, nothing else blamed; 1 something was wrong; 2 misuse. Ctrl-C or SIGTERM prints (and
+    writes) what was measured so far.
 
     \b
     Examples:

@@ -418,8 +418,8 @@ def main(
     The same seed lives the same lives, whatever --jobs says. What went wrong names its seed: give it with
     `--engine-steps 1 --forwards 0`, or the other way round, to see it again.
 
-    Exit codes: 0 silent, 1 something was wrong or it was interrupted, 2 misuse. Ctrl-C or SIGTERM prints (and
-    writes) what was lived so far; `--continue` goes on from there, hours or machines later. What each of the runs was is written too.
+    Exit codes: 0 silent, 1 something was wrong or it was interrupted, 2 misuse. Ctrl-C or SIGTERM prints (and writes)
+    what was lived so far; `--continue` goes on from there, hours or machines later. What each run was is written too.
 
     \b
     Examples:

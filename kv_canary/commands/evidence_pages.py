@@ -585,13 +585,14 @@ def _adapters_host(found: Results, _: Sequence[str]) -> str:
             row["engine"],
             "the same requests" if row["batch"] == "decode" else "one ends and another comes every other step",
             row["requests"],
+            row["caches"],
             f"{row['host_us']:.0f}",
             f"{row['p90_us']:.0f}",
             f"{row['repeated']:.0%}",
         ]
         for row in load("adapters_host.json")["rows"]
     ]
-    head = ["adapter", "batch", "requests", "median, us", "p90, us", "decodes that repeat the one before"]
+    head = ["adapter", "batch", "requests", "caches", "median, us", "p90, us", "decodes that repeat the one before"]
     return f"{_table(head, rows)}\n\n{_source(found, 'adapters_host.json')}"
 
 
