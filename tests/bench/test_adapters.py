@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -38,3 +40,20 @@ def test_rows_of_other_engines_stay_while_they_are_of_this_code(tmp_path: Path) 
     told = json.loads(path.read_text())
     assert [row["engine"] for row in told["rows"]] == ["vllm V1"]
     assert told["sources"] == {"kernels": "2"}
+
+
+def test_cold_caches_are_made_before_a_call_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    class Clock:
+        def _timed(self, original: Callable[..., Any], *, events: bool) -> Callable[..., Any]:
+            def timed(*arguments: Any) -> Any:
+                happened.append("timed")
+                return original(*arguments)
+
+            return timed
+
+    monkeypatch.setattr(adapters, "EVICTING", 64)
+    monkeypatch.setattr(adapters.np, "add", lambda *_, out: happened.append(f"evicted {out.nbytes}"))
+    assert adapters._cold(Clock)()._timed(len, events=False)("four") == 4
+    assert happened == ["evicted 64", "timed"]
