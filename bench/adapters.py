@@ -31,7 +31,6 @@ from typing import Any
 from unittest import mock
 
 import click
-import numpy as np
 
 # Of a prompt; tokens that a request decodes at least; steps before those that are timed, and timed ones.
 PROMPT, LONGEST, WARM_UP, TIMED = 24, 500, 40, 120
@@ -278,6 +277,8 @@ def measure(engine: str, batch: str, requests: int, folder: Path, *, caches: str
 
 def _cold(clock: type[Any]) -> type[Any]:
     """Return a clock of a kind before whose calls a CPU's caches hold nothing of them."""
+    import numpy as np
+
     memory = np.zeros(EVICTING // 8, np.int64)
 
     class Cold(clock):  # type: ignore[misc]

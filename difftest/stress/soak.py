@@ -425,7 +425,7 @@ def main(
     Examples:
       kv-canary stress soak --jobs 2 --json soak.json
       kv-canary stress soak --engine-steps 500 --forwards 0 --seed 17
-      kv-canary stress soak --engine-steps 1000000 --continue soak.json --json soak.json
+      kv-canary stress soak --jobs 2 --continue soak.json --json soak.json
       kv-canary stress soak --device cuda --backend triton
     """
     try:

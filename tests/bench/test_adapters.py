@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -54,6 +55,6 @@ def test_cold_caches_are_made_before_a_call_is_timed(monkeypatch: pytest.MonkeyP
             return timed
 
     monkeypatch.setattr(adapters, "EVICTING", 64)
-    monkeypatch.setattr(adapters.np, "add", lambda *_, out: happened.append(f"evicted {out.nbytes}"))
+    monkeypatch.setattr(np, "add", lambda *_, out: happened.append(f"evicted {out.nbytes}"))
     assert adapters._cold(Clock)()._timed(len, events=False)("four") == 4
     assert happened == ["evicted 64", "timed"]
