@@ -357,6 +357,9 @@ def _soak(found: Results, _: Sequence[str]) -> str:
         f"{soak['false_alarms']} false alarms; {happened[0]['slots freed']:,} slots were freed and "
         f"{happened[0]['retracted']:,} requests retracted in the model engines."
     )
+    if soak.get("before"):
+        runs = [f"torch {run['versions']['torch']}" for run in (*soak["before"], soak)]
+        text += f" It is of {len(runs)} runs, one continued by the next: {', '.join(runs)}."
     wrong = [sentence for part in ("model_engines", "transformers") for sentence in soak[part]["wrong"]]
     if wrong:
         text += f" Otherwise judged wrong: {'; '.join(wrong)}."
