@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -241,6 +242,7 @@ def measure(
 
 def _pool_bytes(device: torch.device) -> int:
     """Return how large the pool is: as large as the scrub that is asked for, where a tenth more than that is free."""
+    gc.collect()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     return int(_SCRUBBED) if free > 1.1 * _SCRUBBED else _POOL_BYTES
