@@ -6,7 +6,8 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -47,8 +48,8 @@ from kv_canary.perturb import MODES, PerturbConfig
 from kv_canary.perturb_settings import BYTE_MODES
 
 GROUPS = ("FULL", "SWA")
-# Engines of one task, from which come up to so many runs.
-LIVES = 6
+# Engines of one task, from which come up to so many runs. On a GPU each compiles the kernels of its own geometry first.
+LIVES = {"cpu": 6, "cuda": 1}
 # Actions after which a life ends in which no moment for the fault came; and those that follow the fault.
 PATIENCE, AFTERMATH = 60, 20
 # Of the actions that follow the fault, how many lie between two scrubs of all there is.
@@ -121,7 +122,7 @@ class Run:
 def run(task: Task) -> list[Run]:
     """Live the lives of a task; those that have no group of the kind, or no bytes in it, are left out."""
     runs = []
-    for index, drawn in enumerate(draw_configs(task.number, LIVES)):
+    for index, drawn in enumerate(draw_configs(task.number, LIVES[task.device])):
         rng = np.random.default_rng([task.number, index, MODES.index(task.mode), GROUPS.index(task.group)])
         config = _suited(drawn, task, rng)
         if config is None:
@@ -251,7 +252,7 @@ class Cell:
 
     def add(self, one: Run) -> None:
         """Count a life in; those beyond what is wanted are left out."""
-        if len(self.runs) == self.wanted:
+        if self.complete:
             return
         if one.error:
             self.errors.append(f"{one.whose}: {one.error}")
@@ -263,6 +264,11 @@ class Cell:
             self.unused += 1
         else:
             self.no_moment += 1
+
+    @property
+    def complete(self) -> bool:
+        """Whether there are as many runs as are wanted."""
+        return len(self.runs) == self.wanted
 
     @property
     def found(self) -> int:
@@ -277,9 +283,9 @@ class Cell:
     @property
     def passed(self) -> bool:
         """Whether all runs were had and, with every position verified in every step, all was found that could be."""
-        complete = len(self.runs) == self.wanted and not self.blamed_wrongly and not self.errors
+        sound = self.complete and not self.blamed_wrongly and not self.errors
         all_found = self.found + self.out_of_sight == len(self.runs) and not any(r.silent for r in self.runs)
-        return complete and (all_found or self.stride > 1)
+        return sound and (all_found or self.stride > 1)
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON-ready values."""
@@ -311,7 +317,7 @@ class Cell:
 
 
 def measure(
-    cell: Cell,
+    cells: Sequence[Cell],
     *,
     number: int,
     device: str,
@@ -322,33 +328,38 @@ def measure(
     seals: str = "layer",
     covered_only: bool = False,
 ) -> bool:
-    """Live until there are as many runs as are wanted; return whether Ctrl-C stopped it."""
-    bar = progress.add_task(f"{cell.mode} {cell.group}", total=cell.wanted)
-    tasks: Iterator[Task] = (
-        Task(
-            mode=cell.mode,
-            group=cell.group,
-            number=n,
-            stride=cell.stride,
-            device=device,
-            backend=backend,
-            seals=seals,
-            covered_only=covered_only,
-        )
-        for n in range(number, number + MOST_TASKS * cell.wanted)
-    )
+    """Live until all cells have as many runs as are wanted, in turns; return whether Ctrl-C or SIGTERM stopped it."""
+    bars = {id(cell): progress.add_task(f"{cell.mode} {cell.group}", total=cell.wanted) for cell in cells}
+    under_way: deque[Cell] = deque()
+
+    def tasks() -> Iterator[Task]:
+        for n in range(number, number + max(MOST_TASKS * cell.wanted for cell in cells)):
+            for cell in cells:
+                if cell.complete:
+                    continue
+                under_way.append(cell)
+                yield Task(
+                    mode=cell.mode,
+                    group=cell.group,
+                    number=n,
+                    stride=cell.stride,
+                    device=device,
+                    backend=backend,
+                    seals=seals,
+                    covered_only=covered_only,
+                )
 
     def take(runs: list[Run]) -> bool:
+        cell = under_way.popleft()
         for one in runs:
+            if not cell.complete:
+                for text in _wrong(one, cell.stride):
+                    progress.console.print(f"[bold red]wrong[/] {one.whose}: {text}", highlight=False)
             cell.add(one)
-            for text in _wrong(one, cell.stride):
-                progress.console.print(f"[bold red]wrong[/] {one.whose}: {text}", highlight=False)
-        progress.update(bar, completed=len(cell.runs))
-        return len(cell.runs) == cell.wanted
+        progress.update(bars[id(cell)], completed=len(cell.runs))
+        return all(cell.complete for cell in cells)
 
-    interrupted = run_tasks(run, tasks, pool=pool, ahead=ahead, take=take)
-    progress.remove_task(bar)
-    return interrupted
+    return run_tasks(run, tasks(), pool=pool, ahead=ahead, take=take)
 
 
 def _wrong(one: Run, stride: int) -> Iterator[str]:
@@ -477,23 +488,19 @@ def main(
         for group in groups or GROUPS
     ]
     begin = time.monotonic()
-    measured = []
     with progress_bar(console) as progress, processes(jobs) as pool:
-        for cell in cells:
-            measured.append(cell)
-            if measure(
-                cell,
-                number=number,
-                device=device,
-                backend=backend,
-                pool=pool,
-                ahead=jobs + 1,
-                progress=progress,
-                seals=seals,
-                covered_only=sampled,
-            ):
-                break
-    show(measured, console, seconds=time.monotonic() - begin)
+        measure(
+            cells,
+            number=number,
+            device=device,
+            backend=backend,
+            pool=pool,
+            ahead=jobs + 1,
+            progress=progress,
+            seals=seals,
+            covered_only=sampled,
+        )
+    show(cells, console, seconds=time.monotonic() - begin)
     if json_path is not None:
         given = {
             "backend": backend,
@@ -503,7 +510,7 @@ def main(
             "jobs": jobs,
             "seconds": round(time.monotonic() - begin, 1),
         }
-        rows = [{**cell.as_dict(), **facts(device, commit=commit, kind="detection"), **given} for cell in measured]
+        rows = [{**cell.as_dict(), **facts(device, commit=commit, kind="detection"), **given} for cell in cells]
         json_path.write_text(json.dumps(rows, indent=2) + "\n")
     raise SystemExit(0 if all(cell.passed for cell in cells) else 1)
 
