@@ -266,6 +266,11 @@ class Cell:
             self.no_moment += 1
 
     @property
+    def begun(self) -> bool:
+        """Whether a life was counted in."""
+        return bool(self.runs or self.unused or self.no_moment or self.errors)
+
+    @property
     def complete(self) -> bool:
         """Whether there are as many runs as are wanted."""
         return len(self.runs) == self.wanted
@@ -489,7 +494,7 @@ def main(
     ]
     begin = time.monotonic()
     with progress_bar(console) as progress, processes(jobs) as pool:
-        measure(
+        interrupted = measure(
             cells,
             number=number,
             device=device,
@@ -500,7 +505,8 @@ def main(
             seals=seals,
             covered_only=sampled,
         )
-    show(cells, console, seconds=time.monotonic() - begin)
+    measured = [cell for cell in cells if cell.begun or not interrupted]
+    show(measured, console, seconds=time.monotonic() - begin)
     if json_path is not None:
         given = {
             "backend": backend,
@@ -510,7 +516,7 @@ def main(
             "jobs": jobs,
             "seconds": round(time.monotonic() - begin, 1),
         }
-        rows = [{**cell.as_dict(), **facts(device, commit=commit, kind="detection"), **given} for cell in cells]
+        rows = [{**cell.as_dict(), **facts(device, commit=commit, kind="detection"), **given} for cell in measured]
         json_path.write_text(json.dumps(rows, indent=2) + "\n")
     raise SystemExit(0 if all(cell.passed for cell in cells) else 1)
 

@@ -129,7 +129,9 @@ KINDS = {
         command="kv-canary bench adapters --engine ENGINE --json FILE, in the environment of each engine",
     ),
     "engine_cost": Evidence(
-        files=tuple(name for part in ("", "_8b", "_writes") for name in _on_cards(f"engine_cost{part}")),
+        files=tuple(
+            name for part in ("", "_8b", "_writes", "_more", "_8b_more") for name in _on_cards(f"engine_cost{part}")
+        ),
         sources=(*SGLANG, *SERVING),
         command="kv-canary bench engine --json FILE",
     ),

@@ -343,7 +343,11 @@ def _seal_cost(found: Results, _: Sequence[str]) -> str:
         for name, seconds in results[0]["moments"].items()
         if name.startswith("scrub_100_gb_")
     ]
-    text = f"A pool of 100 GB gone round with `scrub_share=0.005`, worked out from the whole range: {', '.join(more)}."
+    pools = [row["gb_s"] * row["ms"] / 1e3 for row in results if (row["op"], row["slots"]) == ("verify_seals", "range")]
+    text = (
+        f"A pool of 100 GB gone round with `scrub_share=0.005`, by the time of the whole range: {', '.join(more)}. The "
+        f"pools were of {' and '.join(f'{size:.0f}' for size in pools)} GB."
+    )
     head = ["KV of", "op", "slots", "tokens", "us", "GB/s", "of a copy"]
     return f"{_table(head, rows)}\n\n{text}\n\n{_source(found, on_card('seals'))}"
 

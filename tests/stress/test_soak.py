@@ -40,7 +40,7 @@ HEALTHY = {
 def short_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LIVES", "ACTIONS"):
         monkeypatch.setattr(soak, name, {"LIVES": 2, "ACTIONS": 30}[name])
-    monkeypatch.setattr(detection, "LIVES", 3)
+    monkeypatch.setitem(detection.LIVES, "cpu", 3)
 
 
 def run_soak(number: int, model: str = "") -> soak.Tally:
