@@ -366,7 +366,8 @@ def test_redaction_leaves_no_token_and_no_name(
 ) -> None:
     path, folder = tmp_path / "events.jsonl", tmp_path / "bundles"
     engine = full_engine(redact=True, redact_key=secret, event_log=path, bundles=folder, check_tokens=True)
-    name, token = "somebody@example.org", 774411
+    # So long that no digest shows it by chance.
+    name, token = "somebody@example.org", 1_774_411_023
     a = engine.add(name, [token + i for i in range(100)])
     b = engine.add("b" * 30, 100)
     with caplog.at_level(logging.INFO, "kv_canary"):
