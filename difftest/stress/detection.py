@@ -54,8 +54,8 @@ LIVES = {"cpu": 6, "cuda": 1}
 PATIENCE, AFTERMATH = 60, 20
 # Of the actions that follow the fault, how many lie between two scrubs of all there is.
 SCRUB_EVERY = 5
-# Tasks per run that is wanted, at most.
-MOST_TASKS = 20
+# Engines per run that is wanted, at most.
+MOST_LIVES = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +338,8 @@ def measure(
     under_way: deque[Cell] = deque()
 
     def tasks() -> Iterator[Task]:
-        for n in range(number, number + max(MOST_TASKS * cell.wanted for cell in cells)):
+        most = MOST_LIVES // LIVES[device] * max(cell.wanted for cell in cells)
+        for n in range(number, number + most):
             for cell in cells:
                 if cell.complete:
                     continue
@@ -357,10 +358,9 @@ def measure(
     def take(runs: list[Run]) -> bool:
         cell = under_way.popleft()
         for one in runs:
-            if not cell.complete:
-                for text in _wrong(one, cell.stride):
-                    progress.console.print(f"[bold red]wrong[/] {one.whose}: {text}", highlight=False)
             cell.add(one)
+            for text in _wrong(one, cell.stride):
+                progress.console.print(f"[bold red]wrong[/] {one.whose}: {text}", highlight=False)
         progress.update(bars[id(cell)], completed=len(cell.runs))
         return all(cell.complete for cell in cells)
 

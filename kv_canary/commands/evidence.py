@@ -157,7 +157,9 @@ KINDS = {
         command="kv-canary bench --peer sglang --json FILE",
     ),
     "engine": Evidence(
-        files=_on_cards("engine"), sources=RUNTIME, command="python -P -m kv_canary.bench.engine_overhead --out FILE"
+        files=_on_cards("engine"),
+        sources=(*TRANSFORMERS, *(f"bench/engine_{part}.py" for part in ("overhead", "served", "times"))),
+        command="python -P -m kv_canary.bench.engine_overhead --out FILE",
     ),
     "host": Evidence(files=_on_cards("host"), sources=RUNTIME, command="python -P -m kv_canary.bench.host --out FILE"),
     "overlap": Evidence(

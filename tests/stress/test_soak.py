@@ -313,6 +313,39 @@ def test_an_interrupted_campaign_prints_and_writes_what_it_has(
         assert [(row["mode"], row["group"]) for row in facts] == [(MODES[0], "FULL")]
 
 
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_faults_take_turns_and_one_that_finds_no_engine_is_tried_as_often(
+    device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tasks: list[detection.Task] = []
+
+    def run(task: detection.Task) -> list[detection.Run]:
+        tasks.append(task)
+        if (task.mode, task.group) == (MODES[0], "SWA"):
+            return []
+        return [detection.Run(whose="it", injected=True, relied_on=True, found=True)]
+
+    monkeypatch.setattr(detection, "run", run)
+    monkeypatch.setattr(detection, "MOST_LIVES", 12)
+    monkeypatch.setattr(detection, "prepare_backend", lambda device, backend: None)
+    monkeypatch.setattr(detection, "facts", lambda device, **options: {})
+    path = tmp_path / "facts.json"
+    arguments = ("--device", device, "--runs", "2", "--mode", MODES[0], "--mode", MODES[1], "--json", str(path))
+    result = invoke(detection.main, *arguments)
+    assert (result.exit_code, "FAIL" in result.output) == (1, True)
+    cells = [(mode, group) for mode in MODES[:2] for group in detection.GROUPS]
+    assert [(task.mode, task.group) for task in tasks[:8]] == 2 * cells
+    # As many lives on either device.
+    left = 2 * 12 // detection.LIVES[device] - 2
+    assert [(task.mode, task.group) for task in tasks[8:]] == [(MODES[0], "SWA")] * left
+    assert len({(task.mode, task.group, task.number) for task in tasks}) == len(tasks)
+    rows = json.loads(path.read_text())
+    assert [(row["mode"], row["group"], row["runs"]) for row in rows] == [
+        (*c, 0 if c == cells[1] else 2) for c in cells
+    ]
+
+
 def lived(path: Path, *arguments: str) -> dict[str, Any]:
     result = invoke(soak.main, *arguments, "--json", str(path), "--seed", "3")
     assert result.exit_code == 0, result.output
