@@ -86,11 +86,15 @@ class Backup:
 
 @dataclass(kw_only=True)
 class _Load:
-    """Rows that are to be on the device before the next forward, and bytes that are on their way there."""
+    """Rows that are to be on the device before the next forward, and bytes that are on their way there.
+
+    What lies on the host in `host`, as of `generations`, is gathered once the bytes are: `rows` is None until then.
+    """
 
     slots: torch.Tensor
-    rows: torch.Tensor
-    known: np.ndarray
+    host: torch.Tensor
+    generations: np.ndarray
+    rows: torch.Tensor | None = None
     arrived: torch.cuda.Event | None = None
 
 
@@ -236,20 +240,28 @@ class HostTier:
         # The engine loads only what it knows to have arrived.
         self.settle()
         slots = on_device(device_slots, self._manager.device).to(torch.int64)
-        rows = _unset(len(host), self._width, slots.device)
-        torch.index_select(self._rows, 0, host, out=rows)
-        is_there = self._is(self._there, host.numpy())
-        if not is_there.all():
-            rows[torch.from_numpy(~is_there)] = 0
-        self._loading = _Load(slots=slots, rows=rows, known=is_there | self._is(self._unknown, host.numpy()))
+        self._loading = _Load(slots=slots, host=host, generations=self._generations[host.numpy()])
         self._loads.append(self._loading)
 
     def loaded(self) -> None:
         """Take in that the bytes of the last load are copied, on the stream that copies them."""
-        if self._loading is not None and self._loading.slots.is_cuda:
-            self._loading.arrived = torch.cuda.Event()
-            self._loading.arrived.record()
-        self._loading = None
+        load, self._loading = self._loading, None
+        if load is None:
+            return
+        if load.slots.is_cuda:
+            load.arrived = torch.cuda.Event()
+            load.arrived.record()
+        # Now that the copy is under way, and has not waited for this.
+        load.rows = self._gathered(load)
+
+    def _gathered(self, load: _Load) -> torch.Tensor:
+        """Return the records and seals of a load's slots, zeros of those that have none, or hold something else now."""
+        rows = _unset(len(load.host), self._width, load.slots.device)
+        torch.index_select(self._rows, 0, load.host, out=rows)
+        is_there = self._there[load.host.numpy()] == load.generations
+        if not is_there.all():
+            rows[torch.from_numpy(~is_there)] = 0
+        return rows
 
     @property
     def width(self) -> int:
@@ -333,14 +345,18 @@ class HostTier:
         for load in loads:
             if load.slots.is_cuda:
                 load.slots.record_stream(torch.cuda.current_stream(load.slots.device))
-            rows = load.rows.to(load.slots.device, non_blocking=True)
+            here = self._gathered(load) if load.rows is None else load.rows
+            rows = here.to(load.slots.device, non_blocking=True)
             records = rows[:, :RECORD_WORDS]
             if load.arrived is not None:
                 load.arrived.wait(torch.cuda.current_stream(load.slots.device))
             pool.records[load.slots] = records
             manager.unverified.written(pool, load.slots)
             # What was there had no record either: nobody had seen it written.
-            gaps = load.known & _is_nothing(load.rows.numpy())
+            gaps = _is_nothing(here.numpy())
+            if gaps.any():
+                host = load.host.numpy()
+                gaps &= (self._there[host] == load.generations) | (self._unknown[host] == load.generations)
             if gaps.any():
                 manager.unverify(pool, load.slots[on_device(torch.from_numpy(gaps), load.slots.device)])
             manager.arrived(pool, load.slots, rows[:, RECORD_WORDS:] if pool.seals is not None else None)

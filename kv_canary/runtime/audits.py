@@ -48,6 +48,10 @@ class Audits:
             torch.zeros(SEAL_COUNTS, dtype=torch.int64, device=context.device) for _ in range(2)
         )
         self._seen = pinned(SEAL_COUNTS, context.device)
+        # Of each pool: the slots that KV has come to behind the step of this number, and has been held against its
+        # seals, all of them marked.
+        self._came: dict[KvPool, tuple[int, list[torch.Tensor]]] = {}
+        self._marks: dict[KvPool, torch.Tensor] = {}
         self._under_way: deque[_Completion] = deque()
         self._spare: list[_Counts] = []
         # As it was before the oldest of those that are under way.
@@ -75,9 +79,29 @@ class Audits:
             if which and group.pool not in verified:
                 verified.add(group.pool)
                 spans = [(int(table_rows[i]), int(there[i])) for i in which]
-                self._listed.verify(group, slots_of(group, tables[group.name], spans), checked=self._admitted)
+                slots = self._without_what_came(group.pool, slots_of(group, tables[group.name], spans))
+                self._listed.verify(group, slots, checked=self._admitted)
+        if self._came:
+            for pool in {group.pool for group in groups}:
+                self._forget_what_came(pool)
         if verified:
             self._seen.copy_(self._admitted, non_blocking=True)
+
+    def _without_what_came(self, pool: KvPool, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return slots but for those that KV has come to just now: 0, which is no slot, in their places."""
+        step, _ = self._came.get(pool, (-1, []))
+        # Behind a later step, whoever has written there has done so since they were looked at.
+        if step < self._context.step - 1:
+            return parts
+        marks = self._marks[pool]
+        named = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to(torch.int64)
+        inside = torch.where((named > 0) & (named < len(marks)), named, 0)
+        return (torch.where(marks[inside], 0, named),)
+
+    def _forget_what_came(self, pool: KvPool) -> None:
+        _, slots = self._came.pop(pool, (-1, []))
+        for its in slots:
+            self._marks[pool].index_fill_(0, its, 0)
 
     def complete(self, request_id: str, slots: Mapping[str, torch.Tensor]) -> None:
         """Hold the slots of a request that has ended against their seals; the verdict comes by `poll`.
@@ -156,8 +180,16 @@ class Audits:
         """Hold int64 `slots` of `pool`, whose bytes come from elsewhere with their seals, against these."""
         group = next((g for g in self._context.groups if g.pool is pool), None)
         if self.admits and group is not None and len(slots):
-            self._listed.verify(group, (on_device(slots, self._context.device),), checked=self._admitted)
+            slots = on_device(slots, self._context.device)
+            self._listed.verify(group, (slots,), checked=self._admitted)
             self._seen.copy_(self._admitted, non_blocking=True)
+            # Who reads them at once need not look again.
+            if pool in self._came and self._came[pool][0] != self._context.step:
+                self._forget_what_came(pool)
+            if pool not in self._marks:
+                self._marks[pool] = torch.zeros(pool.num_slots, dtype=torch.bool, device=self._context.device)
+            self._came.setdefault(pool, (self._context.step, []))[1].append(slots)
+            self._marks[pool].index_fill_(0, slots, 1)
 
     def forget_row(self, row: int) -> None:
         """Take in that the request of a row has given its slots back: whoever is there next comes new."""

@@ -160,39 +160,39 @@ class CanaryDeviceState:
         for tails, which, lists in segments:
             where = {"anchors": self.anchors, "tails": tails.chains}
             if self._together:
-                where = self._where(_longest(requests.prefix[which]))
+                self._make_room(_longest(requests.prefix[which]))
+                where = self.together
             tails.progress.advanced(requests, which)
             if may_wait and self._together and len(lists[0]) <= MOST_REPLAYED:
-                flat, offsets, rows, starts = lists
-                return Advance(flat=flat, offsets=offsets, rows=rows, starts=starts, where=where)
+                return lists
             self._run("chain_tails", lists, where, backend)
-        if tokens is not None:
-            self._run(
-                "scatter_token_ids", tokens, {"pool": self._token_pool_for(_longest(requests.prefix[missing]))}, backend
-            )
+        if tokens is not None and self.token_pool is not None:
+            self._make_room(_longest(requests.prefix[missing]))
+            self._run("scatter_token_ids", tokens, {"pool": self.token_pool}, backend)
             self._tokens.advanced(requests, missing)
         return None
 
     def no_advance(self) -> Advance:
         """Return what brings up no row."""
         none = np.zeros(0, np.int64)
-        return Advance(flat=none, offsets=ones(0), rows=none, starts=none, where=self._where(0))
+        return Advance(none, ones(0), none, none)
 
     def warm_up(self, *, backend: str | None) -> None:
         """Bring up no row, by every launch that may be made for some, so that all kernels are compiled."""
         for tokens in [*rounded(MOST_REPLAYED), MOST_REPLAYED + 1]:
             lists = np.zeros(tokens, np.int64), ones(1), np.zeros(1, np.int64), np.zeros(1, np.int64)
             for tails in self.tails.values():
-                where = self._where(0) if self._together else {"anchors": self.anchors, "tails": tails.chains}
+                where = self.together if self._together else {"anchors": self.anchors, "tails": tails.chains}
                 self._run("chain_tails", lists, where, backend)
             if self.token_pool is not None and not self._together:
                 self._run("scatter_token_ids", lists, {"pool": self.token_pool}, backend)
 
-    def _where(self, longest: int) -> dict[str, torch.Tensor]:
-        """Return what a launch works on that brings up tails and tokens alike, to prefixes of so many at most."""
+    @property
+    def together(self) -> dict[str, torch.Tensor]:
+        """What a launch works on that brings up tails and tokens alike, by the names of `chain_tails`."""
         where = {"anchors": self.anchors, "tails": self.tails[0].chains}
         if self.token_pool is not None:
-            where["pool"] = self._token_pool_for(longest)
+            where["pool"] = self.token_pool
         return where
 
     def _one_token_each(self, requests: BatchRequests) -> Advance | None:
@@ -203,73 +203,99 @@ class CanaryDeviceState:
         starts = self.one_behind(requests)
         if starts is None:
             return None
-        where = self._where(requests.longest)
+        self._make_room(requests.longest)
         self.went_on(requests)
-        return Advance(flat=newest, offsets=ones(len(newest)), rows=requests.rows, starts=starts, where=where)
+        return Advance(newest, ones(len(newest)), requests.rows, starts)
 
     def one_behind(self, requests: BatchRequests) -> Int64s | None:
         """Return how far the requests' rows have come, where each is one token behind; None: that is not known.
 
         Not known either where one launch does not bring up all that there is.
         """
+        return self._tokens.one_behind(requests) if self._one_launch_does(requests) else None
+
+    def behind(self, requests: BatchRequests) -> tuple[Int64s, Int64s] | None:
+        """Return which requests' rows are not at their prefixes, and the lengths to go on from; None: not known.
+
+        Not known either where one launch does not bring up all that there is.
+        """
+        return self._tokens.behind(requests) if self._one_launch_does(requests) else None
+
+    def _one_launch_does(self, requests: BatchRequests) -> bool:
+        """Whether one launch brings up all that there is of the requests."""
         number = requests.composition.number
         if not self._together or (number != self._all_anchored and len(self._not_anchored(requests))):
-            return None
+            return False
         self._all_anchored = number
-        return self._tokens.one_behind(requests)
+        return True
 
-    def go_ahead(self, requests: BatchRequests, *, backend: str | None) -> None:
-        """Bring rows, which are at their requests' prefixes, up to the last token that a forward has written of each.
+    def bring_up(self, requests: BatchRequests, which: Int64s, starts: Int64s) -> Advance:
+        """Return what brings rows up to their prefixes, and take in that it is launched.
 
-        Of requests of which it has written several, once it is over: its tails are not needed any more, and the next
-        forward finds them where those of decoding requests are. Nothing is done where several launches would be needed.
+        Args:
+            requests: of a forward.
+            which, starts: what `behind` has said of them.
+
+        Raises:
+            ValueError: a request gives fewer tokens than it was asked for; then no row has changed.
+        """
+        lists = segments_of(requests, which, starts)
+        self._make_room(_longest(requests.prefix[which]))
+        self._tokens.advanced(requests, which)
+        return lists
+
+    def go_ahead(self, requests: BatchRequests) -> Advance | None:
+        """Return what brings rows up to the last token that a forward writes of each, and take in that it is launched.
+
+        Of requests of which it writes several, whose rows are at their prefixes: to be launched behind the forward's
+        TAIL, when its tails are not needed any more, so that the next forward finds rows where those of decoding
+        requests are. None: there are no such requests, or one launch does not do it.
 
         Raises:
             ValueError: a request gives fewer tokens than it was asked for; then no row has changed.
         """
         if not self._together:
-            return
+            return None
         if len(requests) <= FEW:
-            self._few_go_ahead(requests, backend=backend)
-            return
+            return self._few_go_ahead(requests)
         which = (requests.extend > 1).nonzero()[0]
         starts = self._tokens.lengths(requests.rows[which])
         if not len(which) or (starts != requests.prefix[which]).any():
-            return
+            return None
         ends = requests.ends - 1
         ahead = BatchRequests(requests.composition, prefix=ends, extend=requests.extend)
         lists = segments_of(ahead, which, starts)
-        self._run("chain_tails", lists, self._where(_longest(ends[which])), backend)
+        self._make_room(_longest(ends[which]))
         self._tokens.went_ahead(requests.rows[which], ends[which])
+        return lists
 
-    def _few_go_ahead(self, requests: BatchRequests, *, backend: str | None) -> None:
+    def _few_go_ahead(self, requests: BatchRequests) -> Advance | None:
         rows, starts, ends, spans = list[int](), list[int](), list[int](), list[tuple[int, int, int]]()
         columns = (requests.rows.tolist(), requests.prefix.tolist(), requests.extend.tolist())
         for i, (row, prefix, extend) in enumerate(zip(*columns, strict=True)):
             if extend > 1:
                 if not self._tokens.is_at(row, prefix):
-                    return
+                    return None
                 rows.append(row)
                 starts.append(prefix)
                 ends.append(prefix + extend - 1)
                 spans.append((i, prefix, ends[-1]))
-        if rows:
-            lists = *flat_of(requests, spans), rows, starts
-            self._run("chain_tails", lists, self._where(max(ends)), backend)
-            self._tokens.went_ahead(rows, ends)
+        if not rows:
+            return None
+        flat, offsets = flat_of(requests, spans)
+        self._make_room(max(ends))
+        self._tokens.went_ahead(rows, ends)
+        return Advance(flat, offsets, np.array(rows, np.int64), np.array(starts, np.int64))
 
     def went_on(self, requests: BatchRequests) -> None:
         """Take in that a launch brings up the rows of the requests, of which `one_behind` knew."""
         self._tokens.went_on(requests)
 
-    def _token_pool_for(self, longest: int) -> torch.Tensor:
-        """Return the token table, with room for a prefix of so many where it may still grow."""
-        if self.token_pool is None:
-            raise RuntimeError("kv-canary: the token table must be kept, got none")
+    def _make_room(self, longest: int) -> None:
+        """Make room for a prefix of so many in the token table, if there is one and it may still grow."""
         longest += self.lookahead
-        if longest > self.token_pool.shape[1] and not self._table_is_final:
+        if self.token_pool is not None and longest > self.token_pool.shape[1] and not self._table_is_final:
             self.token_pool = widen(self.token_pool, longest)
-        return self.token_pool
 
     def forget(self, rows: Int64s) -> None:
         """Take in that it is not known how far these rows have come: they start anew."""
@@ -322,9 +348,7 @@ class CanaryDeviceState:
 
     def finalize_table(self, max_len: int) -> None:
         """Give the token table room for `max_len` positions, once and for all: a graph will keep its address."""
-        longest = max_len + self.lookahead
-        if self.token_pool is not None and not self._table_is_final and longest > self.token_pool.shape[1]:
-            self.token_pool = widen(self.token_pool, longest)
+        self._make_room(max_len)
         self._table_is_final = True
 
     def _not_anchored(self, requests: BatchRequests) -> Int64s:

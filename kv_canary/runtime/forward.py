@@ -23,14 +23,14 @@ from kv_canary.runtime.drain import Sheet
 from kv_canary.runtime.host import copy_all, copy_front, front, on_device
 from kv_canary.runtime.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, Shape
 from kv_canary.runtime.pools import BufferGroup
-from kv_canary.runtime.repetition import Repetition
+from kv_canary.runtime.repetition import CopiedForwards, Decodes, Repetition
 from kv_canary.runtime.replays import Branch, Launch, layout_of, round_up, rounded
 from kv_canary.runtime.steps import Steps
 from kv_canary.runtime.tails import Advance
 from kv_canary.specs.structures import WritePlan
 
-# Sizes of decode steps that are kept for repetition.
-_MOST_REPETITIONS = 32
+# Sizes of decode steps, and of other forwards, that are kept for repetition.
+_MOST_DECODES, _MOST_FORWARDS = 32, 64
 _INTEGERS = (torch.int32, torch.int64)
 # The requests of a forward that nothing is known of, or that is none.
 _NOBODY = BatchRequests.of(())
@@ -126,18 +126,22 @@ class SingleForwardManager:
         self._checked = 0
         # New tokens of each request, where none of them is below 0.
         self._checked_extend: Int64s | None = None
-        # What brings rows up to their prefixes, as long as it has not been launched.
+        # What brings rows up to their prefixes at HEAD, and further at TAIL; and which rows, as long as it has not been
+        # launched.
         self._advance: Advance | None = None
+        self._ahead: Advance | None = None
+        self._rows_at_head: Int64s | None = None
+        self._rows_at_tail: Int64s | None = None
         # Whether what the model is given is taken at TAIL.
         self._is_late = False
-        # Decode steps that may be repeated, by their rounded size; the one that is; and where it writes, asked where
-        # that matters.
-        self._repetitions: dict[int, Repetition] = {}
+        # Decode steps that may be repeated, by their rounded size, and other forwards, by theirs; the one that is; and
+        # where it writes, asked where that matters.
+        self._decodes: dict[Hashable, Repetition] = {}
+        self._forwards: dict[Hashable, Repetition] = {}
         self._repetition: Repetition | None = None
         self._written: Callable[[], Mapping[str, torch.Tensor]] = dict
-        # Whether graphs of repetitions can be captured; what brought rows up; what TAIL has copied a step's words to.
+        # Whether graphs of repetitions can be captured; what TAIL has copied a step's words to.
         self._may_repeat = True
-        self._advanced: Advance | None = None
         self._sheet: Sheet | None = None
         self._replays, self._branch = context.new_replays(), Branch()
         # Captures that failed: their graphs have no HEAD and TAIL, or not both.
@@ -210,7 +214,7 @@ class SingleForwardManager:
                         if not (needed and shape.has_pending):
                             self._launch_nothing(shape, needed=needed)
         finally:
-            self._advance = None
+            self._advance = self._ahead = None
             self._steps.end_launches()
         return len(shapes)
 
@@ -218,16 +222,11 @@ class SingleForwardManager:
         """Run HEAD and TAIL on padding, with room for as many entries as are needed, if there may be so many."""
         self._shape, self._new_tokens, self._inputs.in_place = shape, 0, None
         self._advance = None if shape.advances is None else self.context.state.no_advance()
+        self._ahead = self.context.state.no_advance() if shape.goes_ahead else None
         numbers = self._numbers(_NOBODY, has_table_rows=shape.has_table_rows)
         if shape.has_pending:
             numbers |= {"there": _NOBODY.prefix, "from_there": _NOBODY.extend}
-        self._inputs.post(
-            numbers,
-            requests=shape.requests,
-            step=self.context.step,
-            advance=self._advance,
-            advances=shape.advances or (0, 0),
-        )
+        self._inputs.post(numbers, shape=shape, step=self.context.step, advance=self._advance, ahead=self._ahead)
         if shape.has_pending:
             self._inputs.mark_pending()
         for launches in self._launches:
@@ -274,24 +273,6 @@ class SingleForwardManager:
                 raise ValueError(must_be(f"forward {self.name}", argument, f"in [1, {most}]", str(value)))
         self._check_names(tables, tables)
         expects_tokens = self.context.config.check_inputs if expects_tokens is None else expects_tokens
-        self._shape = Shape(
-            requests=requests,
-            tokens=tokens,
-            expects_tokens=expects_tokens,
-            is_given=is_given,
-            has_table_rows=has_table_rows,
-        )
-        self._inputs.in_place = None
-        self._new_tokens, self._sizes_are_final = tokens, True
-        with torch.inference_mode(False):
-            numbers = self._numbers(_NOBODY, has_table_rows=has_table_rows)
-            self._inputs.post(numbers, requests=requests, step=self.context.step)
-            for launches in self._launches:
-                launches.table = tables[launches.group.name]
-                launches.out_slots.zero_()
-                launches.finalize()
-            self._steps.begin_launches(self)
-            self.context.state.finalize_table(limits.max_len)
         captured = CapturedForward(
             requests=requests,
             tokens=tokens,
@@ -300,6 +281,18 @@ class SingleForwardManager:
             is_given=is_given,
             has_table_rows=has_table_rows,
         )
+        self._shape = self._shape_captured(captured)
+        self._inputs.in_place = self._advance = self._ahead = None
+        self._new_tokens, self._sizes_are_final = tokens, True
+        with torch.inference_mode(False):
+            numbers = self._numbers(_NOBODY, has_table_rows=has_table_rows)
+            self._inputs.post(numbers, shape=self._shape, step=self.context.step)
+            for launches in self._launches:
+                launches.table = tables[launches.group.name]
+                launches.out_slots.zero_()
+                launches.finalize()
+            self._steps.begin_launches(self)
+            self.context.state.finalize_table(limits.max_len)
         try:
             if self.context.is_off:
                 self._phase = Phase.SKIPPED
@@ -337,53 +330,78 @@ class SingleForwardManager:
         if part.failed:
             self._skip(batch.out_slots, captured)
 
-    def repeat(self, requests: BatchRequests, *, out_slots: Callable[[], Mapping[str, torch.Tensor]]) -> bool:
-        """Begin a decode step that is like those before it, and run HEAD; instead of `begin` and `head`.
+    def repeat(
+        self,
+        requests: BatchRequests,
+        *,
+        out_slots: Callable[[], Mapping[str, torch.Tensor]],
+        given: Callable[[], ModelInputs] | None = None,
+    ) -> bool:
+        """Begin a forward that is like others before it, and run HEAD; instead of `begin` and `head`.
 
         Return False where it is not known to be, or more than that is to be done: nothing has been done then, and
-        these are to be called. Batches like it have been begun before: given at TAIL by tensors that stay, with the
-        same tables. Each request is one token longer than the canary has seen it, and `newest` says which; the list of
-        requests may be another.
+        these are to be called. Batches like it, with the same tables, have been begun before. The list of requests may
+        be another.
 
         Args:
             requests: of the forward.
             out_slots: returns the slots that it writes, by group name; asked where it is given up.
+            given: returns what the model is given, which is copied now. None: a decode step whose model reads tensors
+                that stay, as `tail` is told; each request is one token longer than the canary has seen it, and `newest`
+                says which.
 
         Raises:
             CanaryViolationError: in raise mode, for what the step before found.
             ValueError: in raise mode, the requests contradict the limits.
         """
-        count = len(requests.rows)
-        size = self._rounded(count)
-        repetition = self._repetitions.get(size)
-        if repetition is None or self._phase is not Phase.IDLE:
+        if self._phase is not Phase.IDLE or not (self._decodes if given is None else self._forwards):
             return False
         with self._begins as part:
-            if not repetition.is_valid:
-                del self._repetitions[size]
+            behind = None if given is None else self.context.state.behind(requests)
+            if given is None:
+                repetition = _valid_one(self._decodes, self._rounded(len(requests.rows)))
+            elif behind is None:
+                return False
+            else:
+                repetition = _valid_one(
+                    self._forwards, self._sizes_of(requests, missing=_num_missing(requests, behind))
+                )
+            if repetition is None:
                 return False
             # What follows on numbers that were right, is.
             if requests.previous is None or requests.composition.number != self._checked:
                 self._check_numbers(requests, None)
-            if not repetition.begin(requests):
+            if not repetition.begin(requests, behind):
                 return False
-            self._repetition, self._written, self._captured, self._is_late = repetition, out_slots, None, True
-            self._batch, self._advance, self._phase = repetition.batch, repetition.advance, Phase.BEGUN
-            self._shape, self._new_tokens = repetition.shape, count
+            self._repetition, self._written, self._captured, self._is_late = repetition, out_slots, None, given is None
+            self._batch, self._advance, self._ahead = repetition.batch, repetition.advance, repetition.ahead
+            self._rows_at_head, self._rows_at_tail = requests.rows, None if given is None else requests.rows
+            self._shape, self._new_tokens, self._phase = repetition.shape, requests.num_tokens, Phase.BEGUN
             self._inputs.read_from(repetition.numbers, repetition.given)
             for launches in self._launches:
                 launches.by_plans = launches.group.ring
+            if given is not None:
+                self._take_inputs(given())
             self._timed(repetition.head)
-            self._advance, self._phase = None, Phase.HEAD
+            self._rows_at_head, self._phase = None, Phase.HEAD
         if part.failed:
-            self._repetition, self._written = repetition, out_slots
-            self._skip_rest()
+            self._written = out_slots
+            self._skip_written()
         return True
+
+    def _sizes_of(self, requests: BatchRequests, *, missing: int) -> Hashable:
+        """Return what forwards are alike by, of whose prefixes so many tokens are missing."""
+        count, tokens = len(requests.rows), requests.num_tokens
+        if self._replays.rounds_up:
+            limits = self.context.limits
+            count, tokens = round_up(count, limits.max_requests), round_up(tokens, limits.max_tokens)
+            missing = round_up(missing, MOST_REPLAYED)
+        return count, tokens, missing, _goes_ahead(requests)
 
     @property
     def repeats(self) -> bool:
-        """Whether the forward that is under way was begun by `repeat`."""
-        return self._repetition is not None
+        """Whether the forward that is under way was begun by `repeat`, and has to be told at TAIL what was given."""
+        return self._repetition is not None and self._is_late
 
     def skip(self, out_slots: Mapping[str, torch.Tensor], *, why: str) -> None:
         """Take in that a forward is about to run that nobody can describe, instead of `begin`, `head`, `tail`, `end`.
@@ -408,14 +426,18 @@ class SingleForwardManager:
         self._expect(Phase.IDLE, "begin")
         self._steps.expect_idle(f"forward {self.name}: begin")
         self._check(batch, captured)
+        self._advance = self._ahead = self._rows_at_head = self._rows_at_tail = None
         try:
             strides, advance = self._steps.begin_forward(
                 self, batch.arrays, may_wait=captured is None and not self.inner
             )
-            self._advance = advance
+            if advance is not None:
+                self._advance, self._rows_at_head = advance, advance.rows
+            if captured is None and not self.inner:
+                self._go_ahead(batch.arrays)
             self._steps.take_in_gaps(self, batch)
             if not self.inner:
-                self._steps.admit(self, batch)
+                self._steps.admit(self, batch.arrays, batch.tables)
             self._steps.perturb(batch)
             self._prepare(batch, captured, strides=strides)
         except BaseException:
@@ -434,7 +456,7 @@ class SingleForwardManager:
             # The graph is about to be replayed: its HEAD and TAIL must find nothing to do.
             with self.context.guard.contain(f"forward {self.name}: taking a batch back"):
                 numbers = self._numbers(_NOBODY, has_table_rows=captured.has_table_rows)
-                self._inputs.post(numbers, requests=captured.requests, step=self.context.step)
+                self._inputs.post(numbers, shape=self._shape_captured(captured), step=self.context.step)
         with self.context.guard.contain(f"forward {self.name}: skip"):
             self._steps.skip_forward(self, out_slots)
 
@@ -448,11 +470,11 @@ class SingleForwardManager:
         self._shape = self._shape_of(batch, captured, expects_tokens=expected is not None)
         self._inputs.post(
             self._numbers(requests, strides, has_table_rows=self._shape.has_table_rows),
-            requests=self._shape.requests,
+            shape=self._shape,
             step=context.step,
             check_positions=batch.check_positions,
             advance=self._advance,
-            advances=self._shape.advances or (0, 0),
+            ahead=self._ahead,
         )
         if self._shape.has_pending:
             self._inputs.mark_pending()
@@ -503,24 +525,34 @@ class SingleForwardManager:
         Where they may be replayed, it is rounded up, so that few graphs serve all batches; what is past the batch is
         padding.
         """
-        requests, tokens, limits = len(batch.requests), self._new_tokens, self.context.limits
-        advance, advances = self._advance, None
-        if advance is not None:
-            advances = len(advance.flat), len(advance.rows)
-            if self._replays.rounds_up:
-                advances = round_up(advances[0], MOST_REPLAYED), round_up(advances[1], limits.max_requests)
         if captured is not None:
-            requests, tokens = captured.requests, captured.tokens
-        elif self._replays.rounds_up:
+            return self._shape_captured(captured)
+        requests, tokens, limits = len(batch.requests), self._new_tokens, self.context.limits
+        advance, missing = self._advance, 0
+        if advance is not None:
+            missing = len(advance.flat)
+        if self._replays.rounds_up:
             requests, tokens = round_up(requests, limits.max_requests), round_up(tokens, limits.max_tokens)
+            missing = round_up(missing, MOST_REPLAYED)
         return Shape(
             requests=requests,
             tokens=tokens,
             expects_tokens=expects_tokens,
             has_pending=batch.arrays.pending is not None,
-            has_table_rows=captured.has_table_rows if captured is not None else batch.arrays.table_rows is not None,
+            has_table_rows=batch.arrays.table_rows is not None,
             is_given=batch.lengths is not None,
-            advances=advances,
+            advances=None if advance is None else (missing, requests),
+            goes_ahead=self._ahead is not None,
+        )
+
+    def _shape_captured(self, captured: CapturedForward) -> Shape:
+        """Return the shape of the launches that were captured."""
+        return Shape(
+            requests=captured.requests,
+            tokens=captured.tokens,
+            expects_tokens=captured.expects_tokens,
+            has_table_rows=captured.has_table_rows,
+            is_given=captured.is_given,
         )
 
     def head(self, *, input_ids: torch.Tensor | None = None, positions: torch.Tensor | None = None) -> None:
@@ -536,8 +568,7 @@ class SingleForwardManager:
             self._copy_inputs(input_ids, positions)
             key = ("head", *self._key(self._inputs.in_place))
             self._timed(lambda: self._replays.run(key, self._launch_head))
-            self._advanced, self._advance = self._advance, None
-            self._phase = Phase.HEAD
+            self._rows_at_head, self._phase = None, Phase.HEAD
         if part.failed:
             self._skip_rest()
 
@@ -554,7 +585,7 @@ class SingleForwardManager:
         repetition = self._repetition
         with self.context.guard.contain(self._parts["TAIL"]) if repetition is None else self._tails as part:
             self._expect(Phase.HEAD, "tail")
-            if repetition is not None and given is repetition.given:
+            if repetition is not None and (given is repetition.given or not self._is_late):
                 self._timed(repetition.tail)
                 self._sheet = repetition.sheet
             else:
@@ -563,7 +594,7 @@ class SingleForwardManager:
                 self._copy_inputs(input_ids, None)
                 key = ("tail", *self._key(self._inputs.in_place))
                 self._timed(lambda: self._replays.run(key, self._launch_tail))
-            self._phase = Phase.TAIL
+            self._rows_at_tail, self._phase = None, Phase.TAIL
         if part.failed:
             self._skip_rest()
 
@@ -579,38 +610,48 @@ class SingleForwardManager:
     def _skip_rest(self) -> None:
         """Go on unwatched after HEAD or TAIL have failed."""
         if self._repetition is not None:
-            written: Mapping[str, torch.Tensor] = {}
-            with self.context.guard.contain(f"forward {self.name}: the slots that it writes"):
-                written = self._written()
-            self._skip(written, None)
+            self._skip_written()
         elif self._batch is not None:
             self._skip(self._batch.out_slots, self._captured)
         else:
             # Called out of turn, or while a graph is captured: nothing was to be written.
             self._phase = Phase.SKIPPED
 
-    def _give_up_advance(self) -> None:
-        """Take in that rows were not brought up to their prefixes."""
-        if self._advance is not None:
-            self.context.state.forget(self._advance.rows)
-            self._advance = None
+    def _skip_written(self) -> None:
+        """Go on unwatched in a forward that was begun by `repeat`."""
+        written: Mapping[str, torch.Tensor] = {}
+        with self.context.guard.contain(f"forward {self.name}: the slots that it writes"):
+            written = self._written()
+        self._skip(written, None)
 
-    def _launch_advance(self) -> None:
-        context, advance = self.context, self._advance
-        if advance is not None:
-            flat, offsets, rows, starts = self._inputs.advance
-            ops.chain_tails(
-                flat=flat,
-                offsets=offsets,
-                rows=rows,
-                starts=starts,
-                **advance.where,
-                status=self._tails_status,
-                backend=context.backend,
-            )
+    def _give_up_advance(self) -> None:
+        """Take in that rows may not have been brought up to where they were to be."""
+        moving = self._rows_at_head, self._rows_at_tail
+        self._rows_at_head = self._rows_at_tail = None
+        for rows in moving:
+            if rows is not None:
+                self.context.state.forget(rows)
+
+    def _bring_up(self, lists: Sequence[torch.Tensor]) -> None:
+        """Launch what brings rows up.
+
+        Args:
+            lists: flat tokens, offsets, rows and starts.
+        """
+        flat, offsets, rows, starts = lists
+        ops.chain_tails(
+            flat=flat,
+            offsets=offsets,
+            rows=rows,
+            starts=starts,
+            **self.context.state.together,
+            status=self._tails_status,
+            backend=self.context.backend,
+        )
 
     def _launch_head(self) -> None:
-        self._launch_advance()
+        if self._advance is not None:
+            self._bring_up(self._inputs.advance)
         self._steps.handed.begin()
         if self._shape.expects_tokens:
             self._inputs.complete_expected(self._shape.tokens)
@@ -633,6 +674,8 @@ class SingleForwardManager:
             self._branch.join()
         if self.inner:
             self._advance_scratch()
+        if self._ahead is not None:
+            self._bring_up(self._inputs.ahead)
 
     def _key(self, in_place: ModelInputs | None) -> tuple[Hashable, ...]:
         """What tells whether HEAD and TAIL would launch the same as before, on the same memory."""
@@ -660,8 +703,6 @@ class SingleForwardManager:
                 self._repetition, self._is_late = None, False
                 sheet, self._sheet = self._sheet, None
                 self._steps.end_forward(self, self._batch, sheet=sheet)
-                if not is_repeated:
-                    self._go_ahead()
             except BaseException:
                 self._steps.abort_forward(self)
                 raise
@@ -673,25 +714,33 @@ class SingleForwardManager:
         return round_up(requests, self.context.limits.max_requests) if self._replays.rounds_up else requests
 
     def _keep_repetition(self) -> None:
-        """Keep what decode steps may repeat, if the forward was one, and its launches come again and again."""
-        batch, given, shape, advance = self._batch, self._inputs.in_place, self._shape, self._advanced
-        if batch is None or given is None or advance is None or not (self._is_late and self._may_repeat):
+        """Keep what forwards may repeat, if this one was like most, and its launches come again and again."""
+        batch, given, shape, advance = self._batch, self._inputs.in_place, self._shape, self._advance
+        if batch is None or advance is None or not self._may_repeat or self._captured is not None or self.inner:
+            return
+        if not batch.check_positions or shape.has_pending or shape.expects_tokens:
             return
         requests = batch.arrays
-        is_plain = batch.check_positions and not (shape.has_pending or shape.expects_tokens or self.inner)
-        one_each = requests.num_tokens == len(requests) == len(advance.flat) == len(advance.rows)
-        size = self._rounded(len(requests))
-        if not (is_plain and one_each and shape.requests == size) or size in self._repetitions:
-            return
+        kind: type[Repetition]
+        size: Hashable
+        if self._is_late:
+            one_each = requests.num_tokens == len(requests) == len(advance.flat) == len(advance.rows)
+            kept, size, kind = self._decodes, self._rounded(len(requests)), Decodes
+            if given is None or not one_each or shape.requests != size:
+                return
+        else:
+            # What goes ahead of them behind TAIL is a part of their launches.
+            goes_ahead = _goes_ahead(requests)
+            kept, kind = self._forwards, CopiedForwards
+            size = self._sizes_of(requests, missing=len(advance.flat))
+            if not requests.is_composed or requests.drafts or goes_ahead != shape.goes_ahead:
+                return
         keys = ("head", *self._key(None)), ("tail", *self._key(given))
-        if not all(map(self._replays.is_settled, keys)):
+        if size in kept or not all(map(self._replays.is_settled, keys)) or not self._has_room(kept):
             return
-        if len(self._repetitions) >= _MOST_REPETITIONS:
-            self._repetitions.clear()
-        # What a capture calls launches what was launched before.
-        self._advance = advance
         try:
-            self._repetitions[size] = Repetition(
+            # What a capture calls launches what was launched before.
+            kept[size] = kind(
                 self.context,
                 self._steps,
                 self,
@@ -702,6 +751,7 @@ class SingleForwardManager:
                 shape=shape,
                 launches=self._launches,
                 advance=advance,
+                ahead=self._ahead,
                 head=self._launch_head,
                 tail=self._launch_tail,
             )
@@ -713,19 +763,23 @@ class SingleForwardManager:
                 redacts=self.context.config.redact,
             )
             self._may_repeat = False
-        finally:
-            self._advance = None
 
-    def _go_ahead(self) -> None:
+    def _has_room(self, kept: dict[Hashable, Repetition]) -> bool:
+        """Return whether one more may be kept, once those are gone that are of no use any more."""
+        most = _MOST_DECODES if kept is self._decodes else _MOST_FORWARDS
+        if len(kept) >= most:
+            for size in [size for size, repetition in kept.items() if not repetition.is_valid]:
+                del kept[size]
+        return len(kept) < most
+
+    def _go_ahead(self, requests: BatchRequests) -> None:
         """Bring rows up behind a forward of several tokens each, so that decode steps find them where they expect."""
-        batch, state = self._batch, self.context.state
-        if batch is None or self.inner or self._captured is not None:
+        if not _goes_ahead(requests) or not requests.is_composed or requests.drafts:
             return
-        requests = batch.arrays
-        if not requests.is_composed or requests.drafts or requests.num_tokens == len(requests):
-            return
+        state = self.context.state
         with self.context.guard.contain("bringing rows up behind a forward") as part:
-            state.go_ahead(requests, backend=self.context.backend)
+            self._ahead = state.go_ahead(requests)
+            self._rows_at_tail = None if self._ahead is None else self._ahead.rows
         if part.failed:
             state.forget(requests.rows)
 
@@ -757,7 +811,8 @@ class SingleForwardManager:
 
     def forget_graphs(self) -> None:
         """Destroy the graphs that HEAD and TAIL are replayed from."""
-        self._repetitions.clear()
+        self._decodes.clear()
+        self._forwards.clear()
         self._replays.forget()
 
     def verified(self, group: str, *, first: int = 0, end: int | None = None) -> VerifiedEntries:
@@ -990,6 +1045,26 @@ def _cut_short(max_requests: int, max_tokens: int, *, graph_tokens: int | None) 
     most = min(graph_tokens, max_requests)
     if most > 0 and graph_tokens < round_up(most, max_tokens):
         yield round_up(most, max_requests), graph_tokens, False
+
+
+def _valid_one(kept: dict[Hashable, Repetition], size: Hashable) -> Repetition | None:
+    """Return what a forward of a size may repeat; None: there is none, or none any more."""
+    repetition = kept.get(size)
+    if repetition is not None and not repetition.is_valid:
+        del kept[size]
+        return None
+    return repetition
+
+
+def _num_missing(requests: BatchRequests, behind: tuple[Int64s, Int64s]) -> int:
+    """Return how many tokens bring rows up to their prefixes."""
+    which, starts = behind
+    return int(np.add.reduce(requests.prefix[which]) - np.add.reduce(starts))
+
+
+def _goes_ahead(requests: BatchRequests) -> bool:
+    """Whether a forward writes several tokens of a request."""
+    return requests.num_tokens != len(requests)
 
 
 def _are_different(numbers: Int64s) -> bool:

@@ -25,6 +25,9 @@ from kv_canary.specs.write import max_tiles
 
 # Columns of numbers that the host sends of every request, at most.
 _NUMBER_COLUMNS = 9
+# What it sends of the launch that brings rows up before HEAD, and of the one that does behind TAIL.
+ADVANCE = ("flat", "offsets", "its_rows", "starts")
+AHEAD = tuple(f"ahead_{name}" for name in ADVANCE)
 
 # Cuts of what is posted whose places are remembered.
 _MOST_PLACES = 256
@@ -47,6 +50,7 @@ class Shape:
         is_given: whether lengths, and rows where there are any, are held against those that the model is given.
         advances: tokens and requests of the launch that brings rows up to their prefixes before HEAD; None: there is
             none.
+        goes_ahead: whether a launch brings rows up behind TAIL, of as many tokens and requests as the others take.
     """
 
     requests: int = 0
@@ -56,6 +60,7 @@ class Shape:
     has_table_rows: bool = False
     is_given: bool = False
     advances: tuple[int, int] | None = None
+    goes_ahead: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,15 +71,14 @@ class Lengths:
     extend: torch.Tensor
 
 
-class DecodeNumbers(NamedTuple):
-    """The places of the numbers that a decode step sends.
+class PostedNumbers(NamedTuple):
+    """The places of the numbers that a forward sends.
 
     Attributes:
         whole: int64 [words] on the device, where they are sent to.
-        at: the first word of each column by its name: those of `ForwardInputs.post`, `check_positions`, `step`, and
-            `flat`, `offsets`, `its_rows` and `starts` of the launch that brings rows up.
+        at: the first word of each column by its name: `check_positions`, `step`, and `names`.
         views: where launches read them.
-        names: of the columns of requests, in order.
+        names: of the columns of requests and of the launches that bring rows up, in order.
     """
 
     whole: torch.Tensor
@@ -93,7 +97,7 @@ class ForwardInputs:
         is_pending: bool [requests], where some of the prefix is yet to come.
         check_positions: int32 [1].
         step: int64 [1], its number.
-        advance: flat tokens, offsets, rows and starts of `Shape.advances`.
+        advance, ahead: flat tokens, offsets, rows and starts of the launches that bring rows up, or nothing.
         input_ids, positions: int64 [max_tokens] that the model is given.
         given_rows, given_lens: int64 [max_requests] likewise.
         in_place: what TAIL reads instead of copies, where it is int64; None: the copies.
@@ -104,7 +108,7 @@ class ForwardInputs:
         n, t, device = context.limits.max_requests, context.limits.max_tokens, context.device
         self._state = context.state
         # It never grows: graphs keep its address.
-        self._mailbox = Mailbox(device, words=(_NUMBER_COLUMNS + 3) * (n + 2) + MOST_REPLAYED + 4)
+        self._mailbox = Mailbox(device, words=(_NUMBER_COLUMNS + 6) * (n + 2) + MOST_REPLAYED + t + 6)
         self.is_pending = torch.zeros(n, dtype=torch.bool, device=device)
         self._unknown = torch.zeros(t, dtype=torch.bool, device=device)
         self.input_ids, self.positions, self.known, self.expected = (
@@ -121,32 +125,32 @@ class ForwardInputs:
         self,
         numbers: Mapping[str, Numbers],
         *,
-        requests: int,
+        shape: Shape,
         step: int,
         check_positions: bool = True,
         advance: Advance | None = None,
-        advances: tuple[int, int] = (0, 0),
+        ahead: Advance | None = None,
     ) -> None:
-        """Send the numbers of a batch, zeros (padding) behind them.
+        """Send the numbers of a batch, zeros (padding) behind them: requests of row 0.
 
         Args:
             numbers: of each request, by name: `rows`, `owners`, `prefix`, `extend`; and `strides`, `known_lens` where
                 they are not the prefixes, `there` and `from_there` (what `arriving` holds), as far as they are needed.
-            requests: of the launches.
+            shape: of the launches.
             step: its number.
             check_positions: whether positions must continue the prefix.
-            advance: what is launched before HEAD.
-            advances: tokens and requests of that launch, with what is padding: requests of row 0.
+            advance, ahead: what is launched before HEAD and behind TAIL, where the shape says so.
         """
-        lists: tuple[Numbers, ...] = ()
+        names, requests, lists = tuple(numbers), shape.requests, list[Numbers](numbers.values())
         widths = [2, 2] + [requests] * len(numbers)
-        if advance is not None:
-            lists = advance.flat, advance.offsets, advance.rows, advance.starts
-            flat, its = advances
-            widths += [flat, its + 1, its, its]
+        if advance is not None and shape.advances is not None:
+            flat, its = shape.advances
+            names, lists, widths = names + ADVANCE, [*lists, *advance], [*widths, flat, its + 1, its, its]
+        if ahead is not None:
+            names, lists = names + AHEAD, [*lists, *ahead]
+            widths += [shape.tokens, requests + 1, requests, requests]
         # First what lies in the same place whatever the sizes are.
-        posted = self._mailbox.post((int(check_positions),), (step,), *numbers.values(), *lists, widths=widths)
-        names = tuple(numbers)
+        posted = self._mailbox.post((int(check_positions),), (step,), *lists, widths=widths)
         # It mostly lies where it lay before.
         if posted is not self._posted or names != self._names:
             self._posted, self._names = posted, names
@@ -162,20 +166,21 @@ class ForwardInputs:
             if len(self._places) >= _MOST_PLACES:
                 self._places.clear()
             found = self._places[key] = _Places.of(posted, self._names)
-        self.step, self.check_positions, self.advance = found.step, found.check_positions, found.advance
+        self.step, self.check_positions = found.step, found.check_positions
+        self.advance, self.ahead = found.advance, found.ahead
         self.rows, self.owners, self.lengths = found.rows, found.owners, found.lengths
         self.table_rows, self.known_lens, self.strides = found.table_rows, found.known_lens, found.strides
         if found.arriving is not None:
             self.arriving = found.arriving
 
     @property
-    def last(self) -> DecodeNumbers:
-        """The places of what was posted last, an advance among it."""
+    def last(self) -> PostedNumbers:
+        """The places of what was posted last."""
         whole, starts = self._mailbox.last
-        names = ("check_positions", "step", *self._names, "flat", "offsets", "its_rows", "starts")
-        return DecodeNumbers(whole, dict(zip(names, starts, strict=True)), self._posted, self._names)
+        names = ("check_positions", "step", *self._names)
+        return PostedNumbers(whole, dict(zip(names, starts, strict=True)), self._posted, self._names)
 
-    def read_from(self, numbers: DecodeNumbers, in_place: ModelInputs) -> None:
+    def read_from(self, numbers: PostedNumbers, in_place: ModelInputs | None) -> None:
         """Let launches read what lies in other places, as it did when it was posted, and what the model is given."""
         self.in_place = in_place
         if numbers.views is not self._posted:
@@ -248,6 +253,7 @@ class _Places(NamedTuple):
     step: torch.Tensor
     check_positions: torch.Tensor
     advance: Sequence[torch.Tensor]
+    ahead: Sequence[torch.Tensor]
     rows: torch.Tensor
     owners: torch.Tensor
     lengths: Lengths
@@ -258,15 +264,16 @@ class _Places(NamedTuple):
 
     @classmethod
     def of(cls, posted: Sequence[torch.Tensor], names: Sequence[str]) -> _Places:
-        """Return the places of what is of each request, by these names, and of the rest."""
+        """Return the places of what was posted by these names."""
         check, at, *rest = posted
-        there = dict(zip(names, rest, strict=False))
+        there = dict(zip(names, rest, strict=True))
         is_pending = "there" in there
         return cls(
             posted=posted,
             step=at[:1],
             check_positions=check.view(torch.int32)[:1],
-            advance=rest[len(there) :],
+            advance=[there[name] for name in ADVANCE if name in there],
+            ahead=[there[name] for name in AHEAD if name in there],
             rows=there["rows"],
             owners=there["owners"],
             lengths=Lengths(prefix=there["prefix"], extend=there["extend"]),

@@ -1,8 +1,9 @@
-"""Decode steps that come again and again: every request one token longer, in the same launches on the same memory."""
+"""Forwards that come again and again: other numbers, in the same launches on the same memory."""
 
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -11,14 +12,17 @@ from kv_canary.runtime.batch import ForwardBatch, ModelInputs, WatchedForward, n
 from kv_canary.runtime.composition import BatchRequests, Int64s
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.drain import Sheet
-from kv_canary.runtime.host import pinned
-from kv_canary.runtime.launches import DecodeNumbers, GroupLaunches, Shape
+from kv_canary.runtime.host import Numbers, pinned
+from kv_canary.runtime.launches import ADVANCE, AHEAD, GroupLaunches, PostedNumbers, Shape
 from kv_canary.runtime.replays import Launch, Replays
 from kv_canary.runtime.steps import Steps
 from kv_canary.runtime.tails import Advance, ones
 
 # A step's numbers are written over once the step is drained, and the host runs ahead by one or two.
 _LAPS = 3
+
+# Which requests' rows are not at their prefixes, and how far these have come.
+Behind = tuple[Int64s, Int64s]
 
 
 class Lap:
@@ -49,19 +53,19 @@ class Lap:
         self.head, self.tail = replays.settle(begin), replays.settle(end)
 
 
-class Repetition:
-    """The decode steps of one forward and one rounded size: what of them stays the same, and what is sent at each.
+class Repetition(ABC):
+    """The forwards of one name and of like sizes: what of them stays the same, and what is sent at each.
 
     Args:
         context, steps: of the canary.
         forward: whose steps they are.
         replays: runs the launches.
         numbers: the places of what is sent.
-        batch: a batch of such a step.
-        given: what the model reads, in place.
+        batch: a batch of such a forward.
+        given: what the model reads, in place; None: it is copied.
         shape: of the launches.
         launches: of each group.
-        advance: what brings rows up to their prefixes, at HEAD.
+        advance, ahead: what brings rows up to their prefixes, at HEAD, and what brings them further, at TAIL.
         head, tail: the launches, all of whose kernels have run on this memory.
 
     Raises:
@@ -75,16 +79,18 @@ class Repetition:
         forward: WatchedForward,
         replays: Replays,
         *,
-        numbers: DecodeNumbers,
+        numbers: PostedNumbers,
         batch: ForwardBatch,
-        given: ModelInputs,
+        given: ModelInputs | None,
         shape: Shape,
         launches: Sequence[GroupLaunches],
         advance: Advance,
+        ahead: Advance | None,
         head: Launch,
         tail: Launch,
     ) -> None:
-        self.batch, self.given, self.shape, self.numbers, self.advance = batch, given, shape, numbers, advance
+        self.batch, self.given, self.shape, self.numbers = batch, given, shape, numbers
+        self.advance, self.ahead = advance, ahead
         self._steps, self._forward, self._state = steps, forward, context.state
         self._laps = [Lap(replays, numbers.whole, steps.new_sheet(), head=head, tail=tail) for _ in range(_LAPS)]
         self._lap = self._laps[0]
@@ -94,9 +100,6 @@ class Repetition:
         self._memory = [(x, x.table, x.made) for x in launches]
         self._full = [x.room for x in launches if not x.group.window]
         self._windowed = [x for x in launches if x.group.window]
-        # The first words of what is sent at every step.
-        at = numbers.at
-        self._at = at["step"], at["prefix"], at["flat"], at["starts"]
 
     @property
     def sheet(self) -> Sheet:
@@ -111,24 +114,36 @@ class Repetition:
                 return False
         return self._state.token_pool is self._token_pool
 
-    def begin(self, requests: BatchRequests) -> bool:
-        """Begin a step; return False, with nothing done, where it is no such step.
+    @abstractmethod
+    def begin(self, requests: BatchRequests, behind: Behind | None = None) -> bool:
+        """Begin a forward; return False, with nothing done, where it is no such one.
+
+        Args:
+            requests: of the forward.
+            behind: what brings up their rows; None: it is one token each.
 
         Raises:
             CanaryViolationError: in raise mode, for what the step before found; nothing else is done then.
+            ValueError: a request gives fewer tokens than it was asked for.
         """
-        state, steps, newest = self._state, self._steps, requests.newest_of_all
-        lap = self._laps[state.number % _LAPS]
-        if newest is None or requests.pending is not None or lap.step > steps.drained:
-            return False
-        if (requests.table_rows is not None) != ("table_rows" in self.numbers.at):
-            return False
-        composition, count = requests.composition, len(newest)
-        if requests.num_tokens != count or (self._width and requests.longest > self._width):
-            return False
-        starts = state.one_behind(requests)
-        if starts is None:
-            return False
+
+    def head(self) -> None:
+        """Send the numbers of the step, and run HEAD."""
+        self._lap.head()
+
+    def tail(self) -> None:
+        """Run TAIL, and bring the step's words to the host."""
+        self._lap.tail()
+
+    def _free_lap(self, requests: BatchRequests) -> Lap | None:
+        """Return the launches of the next step; None: none are free, or they are of another kind."""
+        lap = self._laps[self._state.number % _LAPS]
+        if requests.pending is not None or lap.step > self._steps.drained:
+            return None
+        return lap if (requests.table_rows is not None) == ("table_rows" in self.numbers.at) else None
+
+    def _begin_step(self, requests: BatchRequests) -> bool:
+        """Begin the step; return False, with nothing done, where there is no room or more is to be done."""
         relied_on = requests.num_cached * len(self._full)
         if self._full and requests.num_cached > min(self._full):
             return False
@@ -137,7 +152,28 @@ class Repetition:
             if read > launches.room:
                 return False
             relied_on += read
-        if not steps.repeat(self._forward, requests, relied_on=relied_on):
+        return self._steps.repeat(self._forward, requests, relied_on=relied_on)
+
+    def _give_up(self, requests: BatchRequests) -> None:
+        """Take in that the step goes no further than its beginning."""
+        self._state.forget(requests.rows)
+        self._steps.abort_forward(self._forward)
+
+
+class Decodes(Repetition):
+    """Decode steps of tensors that stay: every request is one token longer, and of most steps the list is the same."""
+
+    def begin(self, requests: BatchRequests, behind: Behind | None = None) -> bool:
+        """Begin a step, of which the host knows the newest token of each request; see `Repetition.begin`."""
+        state, steps, newest = self._state, self._steps, requests.newest_of_all
+        lap = self._free_lap(requests)
+        if lap is None or newest is None:
+            return False
+        composition, count = requests.composition, len(newest)
+        if requests.num_tokens != count or (self._width and requests.longest > self._width):
+            return False
+        starts = state.one_behind(requests)
+        if starts is None or not self._begin_step(requests):
             return False
         try:
             state.went_on(requests)
@@ -150,11 +186,10 @@ class Repetition:
                 columns = (("rows", rows), ("owners", requests.owners), ("extend", requests.extend), ("its_rows", rows))
                 for name, column in (*columns, ("offsets", unit)):
                     sent[at[name] : at[name] + len(column)] = column
-            step, begin_prefix, begin_flat, begin_starts = self._at
-            sent[step] = state.number
-            sent[begin_prefix : begin_prefix + count] = requests.prefix
-            sent[begin_flat : begin_flat + count] = newest
-            sent[begin_starts : begin_starts + count] = starts
+            sent[at["step"]] = state.number
+            for name, column in (("prefix", requests.prefix), ("flat", newest), ("starts", starts)):
+                begin = at[name]
+                sent[begin : begin + count] = column
             if requests.table_rows is not None:
                 begin = at["table_rows"]
                 sent[begin : begin + count] = requests.table_rows
@@ -166,15 +201,53 @@ class Repetition:
             if steps.shows_forwards:
                 self.batch = dataclasses.replace(self.batch, requests=requests)
         except BaseException:
-            state.forget(requests.rows)
-            steps.abort_forward(self._forward)
+            self._give_up(requests)
             raise
         return True
 
-    def head(self) -> None:
-        """Send the numbers of the step, and run HEAD."""
-        self._lap.head()
 
-    def tail(self) -> None:
-        """Run TAIL, and bring the step's words to the host."""
-        self._lap.tail()
+class CopiedForwards(Repetition):
+    """Forwards whose inputs are copied: prefills, with or without decodes among them, and decodes without a graph."""
+
+    def begin(self, requests: BatchRequests, behind: Behind | None = None) -> bool:
+        """Begin a forward of new tokens that the host knows; see `Repetition.begin`."""
+        state, steps, shape = self._state, self._steps, self.shape
+        lap = self._free_lap(requests)
+        # Who is shown forwards is shown tensors, too, which are others here.
+        if lap is None or behind is None or steps.shows_forwards or not requests.is_composed or requests.drafts:
+            return False
+        if self._width and int(requests.ends.max(initial=0)) > self._width:
+            return False
+        if not self._begin_step(requests):
+            return False
+        try:
+            steps.admit(self._forward, requests, self.batch.tables)
+            advance = state.bring_up(requests, *behind)
+            columns: dict[str, Numbers] = {
+                "step": (state.number,),
+                "check_positions": (1,),
+                "rows": requests.rows,
+                "owners": requests.owners,
+                "prefix": requests.prefix,
+                "extend": requests.extend,
+                **dict(zip(ADVANCE, advance, strict=True)),
+            }
+            if shape.goes_ahead:
+                ahead = state.go_ahead(requests)
+                # Their rows are brought up behind the next forward's, where one launch does not do it.
+                columns |= {} if ahead is None else dict(zip(AHEAD, ahead, strict=True))
+            if requests.table_rows is not None:
+                columns["table_rows"] = requests.table_rows
+            if "strides" in self.numbers.at:
+                columns["strides"] = steps.budget.strides(self._forward.name, requests, step=state.number)
+            lap.step, self._lap = state.number, lap
+            sent, at = lap.numbers, self.numbers.at
+            # What is past the batch is padding: requests of row 0.
+            sent[:] = 0
+            for name, column in columns.items():
+                begin = at[name]
+                sent[begin : begin + len(column)] = column
+        except BaseException:
+            self._give_up(requests)
+            raise
+        return True

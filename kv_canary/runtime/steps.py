@@ -210,11 +210,11 @@ class Steps:
         for group in forward.groups:
             self.unverified.take_in(group, batch.tables[group.name], batch.requests)
 
-    def admit(self, forward: WatchedForward, batch: ForwardBatch) -> None:
+    def admit(self, forward: WatchedForward, requests: BatchRequests, tables: Mapping[str, torch.Tensor]) -> None:
         """Hold the prefixes of requests that come new to a forward against their seals."""
         if self.audits.admits:
             with self.context.guard.contain("an admission"):
-                self.audits.admit(forward.groups, batch.arrays, batch.tables)
+                self.audits.admit(forward.groups, requests, tables)
 
     def complete(self, request_id: str, slots: Mapping[str, torch.Tensor]) -> None:
         """Hold what a request has rested on against its seals; see `CanaryManager.complete`."""

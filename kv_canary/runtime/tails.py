@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -135,20 +135,13 @@ class Progress:
         return rows[changed].tolist(), owners[changed].tolist()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Advance:
-    """What brings rows up to their prefixes: a launch of `chain_tails` that has not been made yet.
-
-    Args:
-        flat, offsets, rows, starts: its lists, on the host.
-        where: its tensors.
-    """
+class Advance(NamedTuple):
+    """What brings rows further: the lists, on the host, of a launch of `chain_tails` that has not been made yet."""
 
     flat: Int64s
     offsets: Int64s
     rows: Int64s
     starts: Int64s
-    where: Mapping[str, torch.Tensor]
 
 
 class Tails:
@@ -181,10 +174,8 @@ def ones(count: int) -> Int64s:
     return offsets
 
 
-def segments_of(
-    requests: BatchRequests, which: Int64s, starts: Int64s, *, offset: int = 0, more: int = 0
-) -> tuple[Int64s, ...]:
-    """Return flat tokens, offsets, rows and starts of what is missing up to each prefix, and `more` tokens of it.
+def segments_of(requests: BatchRequests, which: Int64s, starts: Int64s, *, offset: int = 0, more: int = 0) -> Advance:
+    """Return what brings rows up to their prefixes, and `more` tokens further.
 
     Raises:
         ValueError: a request gives fewer tokens than it was asked for.
@@ -194,14 +185,14 @@ def segments_of(
             (i, start + offset, int(requests.prefix[i]) + offset + more)
             for i, start in zip(which.tolist(), starts.tolist(), strict=True)
         ]
-        return *flat_of(requests, spans), requests.rows[which], starts
+        return Advance(*flat_of(requests, spans), requests.rows[which], starts)
     rows, firsts, lasts = requests.rows[which], starts + offset, requests.prefix[which] + offset + more
     counts = lasts - firsts
     if len(which) == len(requests) and (counts == 1).all():
         # As most steps are: the list is the same, and all have grown by one token.
         newest = requests.newest(which, lasts)
         if newest is not None:
-            return newest, ones(len(which)), rows, starts
+            return Advance(newest, ones(len(which)), rows, starts)
     offsets = np.zeros(len(which) + 1, np.int64)
     np.cumsum(counts, out=offsets[1:])
     flat = np.empty(offsets[-1], np.int64)
@@ -214,7 +205,7 @@ def segments_of(
     for n, i in zip(rest.tolist(), which[rest].tolist(), strict=True):
         first, last = int(firsts[n]), int(lasts[n])
         flat[offsets[n] : offsets[n + 1]] = _words(requests, i, _own(requests, i, first, last))
-    return flat, offsets, rows, starts
+    return Advance(flat, offsets, rows, starts)
 
 
 def flat_of(requests: BatchRequests, spans: Sequence[tuple[int, int, int]]) -> tuple[Int64s, Int64s]:

@@ -53,7 +53,7 @@ class Decoder:
     def __init__(self, *, repeats: bool, windows: Sequence[int] = (0,), narrow: bool = False, **options: Any) -> None:
         torch.manual_seed(3)
         self.narrow = narrow
-        self.repeats, self.repeated, self.begun = repeats, 0, 0
+        self.repeats, self.repeated, self.begun, self.prefilled = repeats, 0, 0, 0
         pools = [make_pool(512, name=f"p{i}") for i in range(len(windows))]
         groups = [
             kc.BufferGroup(name=f"g{i}", pool=pool, window=w)
@@ -140,9 +140,29 @@ class Decoder:
     def prefill(self, extends: Mapping[int, int]) -> None:
         """Run one forward of several tokens each."""
         batch = self.batch(self.requests(extends))
-        with self.forward.around(dataclasses.replace(batch, is_given_at_tail=False)):
-            self.write(batch)
+        if self.repeats and self.forward.repeat(
+            batch.arrays, out_slots=lambda: batch.out_slots, given=lambda: self.given_by(batch)
+        ):
+            self.prefilled += 1
+        else:
+            self.forward.begin(dataclasses.replace(batch, is_given_at_tail=False))
+            self.forward.head()
+        self.write(batch)
+        self.forward.tail()
+        self.forward.end()
         self.grow(batch)
+
+    def given_by(self, batch: kc.ForwardBatch) -> ModelInputs:
+        """Return what the model reads of a forward without a graph."""
+        if batch.input_ids is None or batch.positions is None:
+            raise ValueError("a batch must have its tokens here, got none")
+        return ModelInputs(
+            input_ids=batch.input_ids,
+            positions=batch.positions,
+            out_slots=batch.out_slots,
+            rows=batch.rows,
+            lengths=batch.lengths,
+        )
 
     def begin(self, batch: kc.ForwardBatch) -> None:
         requests = batch.arrays
@@ -314,6 +334,9 @@ def test_lists_that_change_at_every_other_step_are_repeated_too(rounds: bool, se
             engine.decode(draw.randint(1, 2))
     anew, repeated = engines
     assert repeated.begun <= 12
+    # Of sizes that are not rounded, few come again.
+    assert anew.prefilled == 0
+    assert repeated.prefilled >= (5 if rounds else 1)
     assert repeated.repeated + repeated.begun == anew.begun
     first, second = anew.leavings(), repeated.leavings()
     assert {name for name in first if not torch.equal(first[name], second[name])} == set()
@@ -349,6 +372,118 @@ def test_what_is_damaged_between_repetitions_is_found_and_named() -> None:
     assert engine.repeated == 2
     report = engine.manager.reports[0]
     assert (report.request_id, report.position, report.reasons, report.step) == ("text 1000", 5, ("K",), 5)
+
+
+def prefilling(**options: Any) -> Decoder:
+    """Return an engine whose next prefill of 9 tokens of a request, which is its row 3, repeats the one before."""
+    engine = Decoder(repeats=True, **options)
+    engine.admit(text(10), text(1000))
+    engine.prefill({1: 20, 2: 7})
+    for n in range(2, 6):
+        engine.admit(text(1000 * n))
+        engine.prefill({1: 1, 2: 1, 3: 9})
+        engine.decode()
+        engine.finish(3)
+    assert engine.prefilled == 3
+    engine.admit(text(9000))
+    engine.prefilled = 0
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("field", "reasons"),
+    [
+        ("positions", {"WRITE_POSITION"}),
+        ("lengths", {"BATCH"}),
+        ("rows", {"BATCH"}),
+        ("input_ids", {"TOKEN", "PREFIX"}),
+    ],
+)
+def test_a_repeated_prefill_holds_what_the_model_is_given_against_what_it_should_be(
+    field: str, reasons: set[str]
+) -> None:
+    engine = prefilling()
+    given_by = engine.given_by
+
+    def wrong(batch: kc.ForwardBatch) -> ModelInputs:
+        given = given_by(batch)
+        getattr(given, field)[-1] += 1
+        return given
+
+    engine.given_by = wrong  # type: ignore[method-assign]
+    engine.prefill({1: 1, 2: 1, 3: 9})
+    engine.given_by = given_by  # type: ignore[method-assign]
+    engine.decode(2)
+    engine.manager.flush()
+    assert engine.prefilled == 1
+    found = {reason for report in engine.manager.reports for reason in report.reasons}
+    assert reasons <= found <= reasons | {"POSITION", "TOKEN", "PREFIX", "CHAIN"}
+
+
+def test_a_repeated_prefill_verifies_what_is_cached_already() -> None:
+    engine = prefilling()
+    spoil(engine)
+    engine.prefill({1: 1, 2: 1, 3: 9})
+    engine.decode()
+    engine.manager.flush()
+    assert engine.prefilled == 1
+    report = engine.manager.reports[0]
+    assert (report.request_id, report.position, report.reasons) == ("text 1000", 5, ("K",))
+
+
+def test_a_prefix_that_comes_with_a_repeated_prefill_is_held_against_its_seals() -> None:
+    engines = [Decoder(repeats=repeats, seals="layer") for repeats in (False, True)]
+    for engine in engines:
+        engine.admit(text(10))
+        engine.prefill({1: 20})
+        shared = engine.tables["g0"][1, :16].clone()
+        for n in range(4):
+            # The same beginning, in the slots of the first.
+            engine.admit([*text(10, 16), *text(2000 * (n + 1), 100)])
+            engine.cached[2] = 16
+            engine.tables["g0"][2, :16] = shared
+            engine.prefill({1: 1, 2: 9})
+            engine.decode()
+            engine.finish(2)
+            engine.manager.row_ended(2)
+        engine.manager.flush()
+    anew, repeated = (engine.manager.summary() for engine in engines)
+    assert engines[1].prefilled >= 2
+    assert anew.audits is not None
+    assert anew.audits == repeated.audits
+    assert repeated.audits is not None
+    assert repeated.audits.admitted == 4 * 16
+    assert repeated.violations == 0
+
+
+@pytest.mark.parametrize("part", ["begin", "admit", "head", "tail", "end"])
+def test_a_failure_inside_a_repeated_prefill_goes_by_unwatched_and_no_further(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = prefilling()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as patch:
+        if part == "begin":
+            patch.setattr(engine.manager.state, "go_ahead", fails)
+        elif part == "admit":
+            patch.setattr(engine.manager._steps, "admit", fails)
+        elif part == "end":
+            patch.setattr(engine.manager._steps, "_end_step", fails)
+        else:
+            for repetition in engine.forward._forwards.values():
+                patch.setattr(repetition, part, fails)
+        engine.prefill({1: 1, 2: 1, 3: 9})
+    assert engine.prefilled == 1
+    engine.decode(6)
+    engine.manager.flush()
+    summary = engine.manager.summary()
+    assert (summary.violations, sum(summary.failures.values()) >= 1) == (0, True)
+    spoil(engine, position=engine.cached[2] - 2)
+    engine.decode(2)
+    assert {r.reasons for r in engine.manager.reports} == {("K",)}
 
 
 def test_raise_mode_raises_before_the_repetition_begins() -> None:
@@ -435,14 +570,7 @@ def test_a_forward_that_ran_without_its_graph_is_recorded_from_what_it_was_given
     engine = decoding()
     requests = engine.requests()
     batch = engine.batch(requests)
-    engine.given = ModelInputs(
-        input_ids=batch.input_ids,
-        positions=batch.positions,
-        out_slots=batch.out_slots,
-        rows=batch.rows,
-        lengths=batch.lengths,
-        stays=stays,
-    )
+    engine.given = dataclasses.replace(engine.given_by(batch), stays=stays)
     assert engine.forward.repeat(requests, out_slots=lambda: batch.out_slots)
     engine.write(batch)
     engine.forward.tail(given=engine.given)
@@ -481,7 +609,7 @@ def test_a_failure_inside_a_repetition_goes_by_unwatched_and_no_further(
         elif part == "end":
             patch.setattr(engine.manager._steps, "_end_step", fails)
         else:
-            patch.setattr(forward._repetitions[2], part, fails)
+            patch.setattr(forward._decodes[2], part, fails)
         engine.decode()
     assert engine.repeated == 1
     engine.decode(6)

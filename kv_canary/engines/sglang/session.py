@@ -478,14 +478,21 @@ class Session:
         return None
 
     def _repeat(self, runner: Any, forward_batch: Any, requests: BatchRequests) -> SingleForwardManager | None:
-        """Begin a forward that is like the last one but for its lengths, and run HEAD; None: it is not known to be."""
+        """Begin a forward that is like one before but for its numbers, and run HEAD; None: it is not known to be."""
         # What is composed drafts nothing.
         watched = self._forwards.get((runner, False))
-        if watched is None or not self._graphs.may_replay(runner, forward_batch):
+        if watched is None:
             return None
         slots = forward_batch.out_cache_loc
+        given = None
+        if not self._graphs.may_replay(runner, forward_batch):
+            given = lambda: self._inputs(runner, forward_batch, requests.num_tokens)  # noqa: E731
         try:
-            repeats = watched.repeat(requests, out_slots=lambda: self._out_slots(runner, slots[: requests.num_tokens]))
+            repeats = watched.repeat(
+                requests,
+                out_slots=lambda: self._out_slots(runner, front(slots, requests.num_tokens)),
+                given=given,
+            )
         except BaseException:
             watched.abort()
             raise
@@ -518,16 +525,16 @@ class Session:
         with self._reads:
             given = self._graphs.inputs_of(runner, result, watched.groups, count=forward_batch.batch_size)
             if given is None and watched.repeats:
-                given = self._inputs(runner, forward_batch)
+                given = self._inputs(runner, forward_batch, forward_batch.batch_size)
             return given
         return None
 
-    def _inputs(self, runner: Any, forward_batch: Any) -> ModelInputs:
-        """Return the tensors of a decode's forward batch."""
+    def _inputs(self, runner: Any, forward_batch: Any, tokens: int) -> ModelInputs:
+        """Return what a forward batch gives the model of so many tokens, which are all but padding."""
         return ModelInputs(
-            input_ids=forward_batch.input_ids,
-            positions=forward_batch.positions,
-            out_slots=self._out_slots(runner, forward_batch.out_cache_loc),
+            input_ids=front(forward_batch.input_ids, tokens),
+            positions=front(forward_batch.positions, tokens),
+            out_slots=self._out_slots(runner, front(forward_batch.out_cache_loc, tokens)),
             rows=forward_batch.req_pool_indices,
             lengths=forward_batch.seq_lens,
         )
@@ -576,16 +583,15 @@ class Session:
         speculation = self._speculation
         if arrays is not None:
             self._anchored |= bool(arrays.composition.identities.any())
-            tokens = arrays.num_tokens
-            slots = front(forward_batch.out_cache_loc, tokens)
+            given = self._inputs(runner, forward_batch, arrays.num_tokens)
             return ForwardBatch(
                 requests=arrays,
-                input_ids=front(forward_batch.input_ids, tokens),
-                positions=front(forward_batch.positions, tokens),
-                out_slots=self._out_slots(runner, slots),
+                input_ids=given.input_ids,
+                positions=given.positions,
+                out_slots=given.out_slots,
                 tables={g.name: runner.req_to_token_pool.req_to_token for g in self._groups[runner]},
-                rows=forward_batch.req_pool_indices,
-                lengths=forward_batch.seq_lens,
+                rows=given.rows,
+                lengths=given.lengths,
                 is_given_at_tail=self._graphs.may_replay(runner, forward_batch),
             )
         described = self._describer.describe(
