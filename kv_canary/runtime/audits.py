@@ -80,12 +80,10 @@ class Audits:
                 verified.add(group.pool)
                 spans = [(int(table_rows[i]), int(there[i])) for i in which]
                 slots = self._without_what_came(group.pool, slots_of(group, tables[group.name], spans))
-                self._listed.verify(group, slots, checked=self._admitted)
+                self._listed.verify(group, slots, checked=self._admitted, seen=self._seen)
         if self._came:
             for pool in {group.pool for group in groups}:
                 self._forget_what_came(pool)
-        if verified:
-            self._seen.copy_(self._admitted, non_blocking=True)
 
     def _without_what_came(self, pool: KvPool, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return slots but for those that KV has come to just now: 0, which is no slot, in their places."""
@@ -181,8 +179,7 @@ class Audits:
         group = next((g for g in self._context.groups if g.pool is pool), None)
         if self.admits and group is not None and len(slots):
             slots = on_device(slots, self._context.device)
-            self._listed.verify(group, (slots,), checked=self._admitted)
-            self._seen.copy_(self._admitted, non_blocking=True)
+            self._listed.verify(group, (slots,), checked=self._admitted, seen=self._seen)
             # Who reads them at once need not look again.
             if pool in self._came and self._came[pool][0] != self._context.step:
                 self._forget_what_came(pool)

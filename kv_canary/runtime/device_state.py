@@ -69,7 +69,7 @@ class CanaryDeviceState:
         # Of the step: known on the host, and brought to the device where something other than a forward asks for it.
         self.number = 0
         self._own_step = self._step = torch.zeros(1, dtype=torch.int64, device=device)
-        self._step_there = self._own_number = 0
+        self._step_there = 0
         self.anchors = torch.full((max_rows,), ANCHOR, dtype=torch.int64, device=device)
         self.tails = {o: Tails(max_rows=max_rows, offset=o, device=device) for o in sorted(set(offsets))}
         self.token_pool: torch.Tensor | None = None
@@ -91,18 +91,11 @@ class CanaryDeviceState:
 
     @property
     def step(self) -> torch.Tensor:
-        """The step number, int64 [1]."""
+        """The step number, int64 [1], where a forward has been sent it, or where it always is."""
         if self._step_there != self.number:
-            self._step, self._step_there = self.kept_step, self.number
-        return self._step
-
-    @property
-    def kept_step(self) -> torch.Tensor:
-        """The step number where it always is, int64 [1], for launches that are replayed."""
-        if self._own_number != self.number:
-            self._own_number = self.number
             self._own_step.fill_(self.number)
-        return self._own_step
+            self._step, self._step_there = self._own_step, self.number
+        return self._step
 
     def take_step(self, there: torch.Tensor) -> None:
         """Take in that int64 `there` [1] holds the step number, and will as long as it is the number."""

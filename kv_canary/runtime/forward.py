@@ -384,6 +384,9 @@ class SingleForwardManager:
                 self._take_inputs(given())
             self._timed(repetition.head)
             self._rows_at_head, self._phase = None, Phase.HEAD
+            if given is not None:
+                # The number of the step is there by now.
+                self._steps.admit(self, requests, repetition.batch.tables)
         if part.failed:
             self._written = out_slots
             self._skip_written()

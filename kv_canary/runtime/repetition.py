@@ -221,7 +221,6 @@ class CopiedForwards(Repetition):
         if not self._begin_step(requests):
             return False
         try:
-            steps.admit(self._forward, requests, self.batch.tables)
             advance = state.bring_up(requests, *behind)
             columns: dict[str, Numbers] = {
                 "step": (state.number,),

@@ -14,7 +14,7 @@ from kv_canary import ops
 from kv_canary.constants import Tag
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.cost import DeviceTimer
-from kv_canary.runtime.host import Mailbox, aligned, pinned
+from kv_canary.runtime.host import Mailbox, aligned, front, pinned
 from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.runtime.replays import round_up, rounded
 from kv_canary.runtime.summary import ScrubFacts
@@ -121,13 +121,21 @@ class ListedSlots:
         words = max(rounded(context.limits.max_len)) if self._replays.rounds_up else 0
         self._slots = torch.zeros(words, dtype=torch.int64, device=context.device)
 
-    def verify(self, group: BufferGroup, parts: Sequence[torch.Tensor], *, checked: torch.Tensor) -> None:
+    def verify(
+        self,
+        group: BufferGroup,
+        parts: Sequence[torch.Tensor],
+        *,
+        checked: torch.Tensor,
+        seen: torch.Tensor | None = None,
+    ) -> None:
         """Hold slots of a group's pool against their seals; see `verify_sealed`.
 
         Args:
             group: whose pool it is.
             parts: the slots, integers on the device, in any number of pieces.
             checked: what it counts in; it stays where it is.
+            seen: where that is copied to, on the host; likewise. None: nowhere.
         """
         context, count = self._context, sum(map(len, parts))
         if not count or group.pool.seals is None:
@@ -135,20 +143,26 @@ class ListedSlots:
         if count > len(self._slots):
             slots = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to(torch.int64)
             verify_sealed(context, group, slots=aligned(slots), span=None, checked=checked)
+            if seen is not None:
+                seen.copy_(checked, non_blocking=True)
             return
         size = round_up(count, len(self._slots))
-        slots, step = self._slots[:size], context.state.kept_step
+        # Behind a forward the number of its step lies where that has read it, and need not be sent again.
+        slots, step = front(self._slots, size), context.state.step
 
         def launch() -> None:
             verify_sealed(context, group, slots=slots, span=None, checked=checked, step=step)
             slots.zero_()
+            if seen is not None:
+                seen.copy_(checked, non_blocking=True)
 
         try:
             start = 0
             for part in parts:
-                slots[start : start + len(part)].copy_(part)
-                start += len(part)
-            self._replays.run((group.name, size, checked.data_ptr()), launch)
+                end = start + len(part)
+                slots[start:end].copy_(part)
+                start = end
+            self._replays.run((group.name, size, checked.data_ptr(), step.data_ptr()), launch)
         except BaseException:
             # What is left there would be looked at with the next ones.
             slots.zero_()

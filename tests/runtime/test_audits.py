@@ -444,3 +444,31 @@ def test_damage_before_the_window_is_found_at_admission_where_the_windowed_group
     audits = engine.manager.summary().audits
     assert audits is not None
     assert audits.admitted == 10
+
+
+@pytest.mark.usefixtures("replays")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_has_just_come_back_is_not_looked_at_twice_unless_somebody_ran_meanwhile(
+    backend: str, waits: bool
+) -> None:
+    engine = audited(backend=backend)
+    pool = engine.groups[0].pool
+    a, other = engine.add("a", 60), engine.add("other", 40)
+    engine.step((a, 9), (other, 2))
+    slots = slots_in(engine, a)
+    # Four of its slots come back, five were there all the time.
+    engine.manager.arrived(pool, slots[:4], pool.take_seals(slots[:4]))
+    if waits:
+        engine.step((other, 1))
+        damage(engine, int(slots[2]))
+    b = hit(engine, "b", a, 9)
+    engine.step((b, 1), (other, 1))
+    # What is known of them is known of that step alone.
+    engine.manager.row_ended(b.row)
+    engine.step((b, 1), (other, 1))
+    found = engine.found()
+    audits = engine.manager.summary().audits
+    assert audits is not None
+    assert audits.admitted == 4 + (9 if waits else 5) + 10
+    assert {r.slot for r in found} == ({int(slots[2])} if waits else set())
