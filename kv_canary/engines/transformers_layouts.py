@@ -58,12 +58,13 @@ class SectorLayout(Layout):
 
     def to_slots(self, group: int, indices: torch.Tensor) -> torch.Tensor:
         allocator = self.allocators[group]
-        block, offset = indices // allocator.block_physical_stride, indices % allocator.block_physical_stride
-        slots = block * self.page + offset
+        stride = allocator.block_physical_stride
+        block = indices.div(stride, rounding_mode="floor")
+        slots = torch.sub(indices, block, alpha=stride - self.page)
         # An offset past the page is another layer's memory.
-        slots = torch.where(offset < self.page, slots, BAD_SLOT)
-        trash = (indices >= 0) & (block < 2 * allocator.blocks_per_sector)
-        return torch.where(trash, 0, slots)
+        slots.masked_fill_(torch.sub(indices, block, alpha=stride) >= self.page, BAD_SLOT)
+        # The first two sectors are trash.
+        return slots.masked_fill_(block.div_(2 * allocator.blocks_per_sector, rounding_mode="floor") == 0, 0)
 
     def watch(self, patches: Patches, events: Events) -> None:
         pool, by_index = self.cache.pool, {a.index: g.pool for a, g in zip(self.allocators, self.groups, strict=True)}
@@ -192,8 +193,10 @@ class BlockLayout(Layout):
 
     def to_slots(self, group: int, indices: torch.Tensor) -> torch.Tensor:
         real = self.num_blocks * self.page
-        slots = torch.where((indices >= 0) & (indices < real), indices + 1, BAD_SLOT)
-        return torch.where((indices >= real) & (indices < real + 2 * self.page), 0, slots)
+        slots = indices + 1
+        slots.masked_fill_(slots > real, 0)
+        # Two pages of trash are behind those that hold KV, and nothing is behind these.
+        return slots.masked_fill_(indices.div(real + 2 * self.page, rounding_mode="floor") != 0, BAD_SLOT)
 
     def watch(self, patches: Patches, events: Events) -> None:
         blocks = self.cache._block_manager
