@@ -8,8 +8,12 @@ reads and writes lies in the engine's static tensors, which is what the canary l
 
 With asynchronous batching the host prepares a forward while the one before it still runs. The engine takes in the
 tokens of forward N - 1 before it prepares forward N + 1, so the tokens of every prefix are known by then; the new ones
-are not, if they were sampled by forward N. They are taken from the device: carried over for HEAD as the engine is about
-to do it, and as the model was given them for TAIL.
+are not, if they were sampled by forward N. They are taken from the device: as the model was given them for TAIL, and
+where HEAD asks for them, carried over as the engine is about to do it.
+
+Decode steps are repeated: a step of which every request is one token longer than in the one before sends its numbers,
+fills the tables from the engine's index tensors of this step, see `transformers_tables`, and launches what was launched
+before on the same memory.
 
 What goes wrong in here stays in here, in log mode: a forward that cannot be described goes by unwatched, and where the
 engine tells something that could not be followed, every slot counts as unverified.
@@ -20,33 +24,27 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
 from typing import Any
 
-import numpy as np
 import torch
 
 from kv_canary.config import CanaryConfig
-from kv_canary.constants import BAD_SLOT
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.transformers_base import Events, Layout
-from kv_canary.engines.transformers_requests import Composer
+from kv_canary.engines.transformers_requests import Composer, Written
+from kv_canary.engines.transformers_tables import Tables
 from kv_canary.errors import must_be
 from kv_canary.identity import Identity
 from kv_canary.reports import CanaryViolationError, ViolationReport
 from kv_canary.runtime.batch import ForwardBatch
 from kv_canary.runtime.cached import CachedSlots
 from kv_canary.runtime.capacities import CanaryLimits
-from kv_canary.runtime.composition import BatchRequests, Int64s
-from kv_canary.runtime.device_state import widen
-from kv_canary.runtime.forward import SingleForwardManager
+from kv_canary.runtime.composition import BatchRequests
 from kv_canary.runtime.guard import Contained
 from kv_canary.runtime.host import send
 from kv_canary.runtime.manager import CanaryManager
 from kv_canary.runtime.pools import KvPool
 from kv_canary.runtime.rows import RowTable
-
-_NAME = attrgetter("request_id")
 
 
 class Session:
@@ -76,7 +74,7 @@ class Session:
         self.processor: Any = processor
         self.error: CanaryViolationError | None = None
         self._anchored = identity is not None
-        self._written: dict[str, int] = {}
+        self._written = Written()
         device = torch.device(processor.cache.device)
         if device.type not in ("cpu", "cuda"):
             raise ValueError(must_be("transformers adapter", "device", "a CPU or a CUDA device", str(device)))
@@ -123,17 +121,14 @@ class Session:
             reused=self._drop,
             cleared=self._cleared,
             before_copy=self._retire_freed,
-            written=lambda request_id: self._written.get(request_id, 0),
+            written=self._written.of,
         )
         try:
             with self._on_stream():
                 # What it allocates is had now or never.
-                self.manager.forward()
-                self._tables = [
-                    torch.zeros(limits.max_rows, 256, dtype=torch.int32, device=self.manager.device)
-                    for _ in self.layout.groups
-                ]
-                self.manager.warm_up({g.name: t for g, t in zip(self.layout.groups, self._tables, strict=True)})
+                self._forward = self.manager.forward()
+                self._tables = Tables(self.layout, limits=limits, device=self.manager.device)
+                self.manager.warm_up(self._tables.by_group)
             self._patches.wrap(processor.model_runner, "compute_batch", self._compute_batch)
             self.layout.watch(self._patches, events)
             if config.check_writes:
@@ -195,21 +190,20 @@ class Session:
             self.manager.unverified.forget_all(pool)
 
     def _compute_batch(self, original: Callable[..., Any], model: Any, batch_data: dict[str, Any]) -> Any:
-        begun = self._before(batch_data)
-        if begun is None:
+        requests = self._before(batch_data)
+        if requests is None:
             return original(model, batch_data)
-        forward, batch = begun
         try:
             result = original(model, batch_data)
         except BaseException:
             with self._lock, self._contained("giving up a forward"), self._on_stream():
-                forward.abort()
+                self._forward.abort()
             raise
-        self._after(forward, batch, batch_data)
+        self._after(requests, batch_data)
         return result
 
-    def _before(self, batch_data: dict[str, Any]) -> tuple[SingleForwardManager, ForwardBatch] | None:
-        """Verify what the forward is about to read; return it and its batch, or None if it is not to be watched."""
+    def _before(self, batch_data: dict[str, Any]) -> BatchRequests | None:
+        """Verify what the forward is about to read; return its requests, or None if it is not to be watched."""
         with self._lock:
             if self.processor is None or self.manager.is_off:
                 # Uninstalled, by another thread, since the engine made this call; or never turned on.
@@ -218,37 +212,33 @@ class Session:
                 # First of all: a forward that goes by unwatched may write to slots that were freed before.
                 self._retire_freed()
                 with self._contained("describing a forward") as part, self._on_stream():
-                    batch = self._described(batch_data)
+                    requests = self._described(batch_data)
                 if part.failed:
                     self._skip(batch_data)
                     return None
-                if batch is None:
+                if requests is None:
                     return None
                 with self._contained("beginning a forward"), self._on_stream():
-                    forward = self.manager.forward()
-                    try:
-                        forward.begin(batch)
-                        forward.head()
-                    except BaseException:
-                        forward.abort()
-                        raise
-                    return forward, batch
+                    self._begin(requests, batch_data)
+                    return requests
             except CanaryViolationError as error:
                 self.error = error
                 raise
             return None
 
-    def _after(self, forward: SingleForwardManager, batch: ForwardBatch, batch_data: dict[str, Any]) -> None:
+    def _after(self, requests: BatchRequests, batch_data: dict[str, Any]) -> None:
         """Record what the forward has written."""
+        forward = self._forward
         with self._lock, self._contained("ending a forward"), self._on_stream():
             if self.processor is None:
                 forward.abort()
                 return
             try:
-                forward.tail(input_ids=_input_ids(batch_data) if _is_async(self.processor) else None)
-                requests = batch.arrays
-                ends = (requests.prefix + requests.extend).tolist()
-                self._written.update(zip(map(_NAME, requests.composition.members), ends, strict=True))
+                self._tables.take_given(batch_data)
+                # Where HEAD was given input ids, it was before they were carried over.
+                carried = _is_async(self.processor) and not forward.repeats
+                forward.tail(input_ids=_input_ids(batch_data) if carried else None, given=self._tables.given)
+                self._written.note(requests)
                 forward.end()
             except BaseException:
                 forward.abort()
@@ -257,14 +247,29 @@ class Session:
     def _contained(self, part: str) -> Contained:
         return self.manager.guard.contain(f"transformers adapter: {part}")
 
-    def _described(self, batch_data: dict[str, Any]) -> ForwardBatch | None:
-        """Return what the engine is about to run, or None for a warm-up."""
+    def _described(self, batch_data: dict[str, Any]) -> BatchRequests | None:
+        """Return the requests of what the engine is about to run, or None for a warm-up; fill the tables."""
         futures = _host_inputs(self.processor).requests_in_batch
         requests = self._composer.requests_of(futures)
         if requests is None:
             self._forget_blocks(f.state.request_id for f in futures)
             return None
-        return self._batch(requests, batch_data)
+        if self._tables.widen(requests.longest):
+            # They are of tables that nobody fills any more.
+            self._forward.forget_graphs()
+        self._tables.fill(requests, batch_data)
+        return requests
+
+    def _begin(self, requests: BatchRequests, batch_data: dict[str, Any]) -> None:
+        """Begin a forward whose requests are described, and run HEAD."""
+        forward, tokens = self._forward, requests.num_tokens
+        try:
+            if not forward.repeat(requests, out_slots=lambda: self._tables.written(tokens)):
+                forward.begin(self._batch(requests, batch_data))
+                forward.head()
+        except BaseException:
+            forward.abort()
+            raise
 
     def _skip(self, batch_data: dict[str, Any]) -> None:
         """Let a forward go by unwatched; what it writes counts as unverified, or everything where that is not known."""
@@ -272,48 +277,14 @@ class Session:
         futures = _host_inputs(self.processor).requests_in_batch
         with self._contained("finding what a forward writes"), self._on_stream():
             tokens = sum(f.query_length for f in futures)
-            (prefix,) = send(self.manager.device, [f.state.position_offset - f.query_length for f in futures])
-            for g, group in enumerate(self.layout.groups):
-                slots[group.name] = self._out_slots(g, prefix, tokens, batch_data)
+            prefix = [f.state.position_offset - f.query_length for f in futures]
+            slots = self._tables.find_written(prefix, batch_data, tokens=tokens)
         with self._contained("skipping a forward"), self._on_stream():
-            self.manager.forward().skip(slots, why="it could not be described")
-        self._written.update((f.state.request_id, f.state.position_offset) for f in futures)
-
-    def _out_slots(self, g: int, prefix: torch.Tensor, tokens: int, batch_data: dict[str, Any]) -> torch.Tensor:
-        """Return the slots that the model is about to write in a group.
-
-        Args:
-            g: number of the group.
-            prefix: int64 [requests] on the device.
-            tokens: that are written.
-            batch_data: of the engine.
-        """
-        pages, page = batch_data.get("block_table"), self.layout.page
-        if pages is None:
-            return self.layout.to_slots(g, batch_data["write_index"][g][:tokens])
-        # Such a step has one new token a request.
-        columns = (prefix // page).clamp(max=pages.shape[-1] - 1)
-        first = pages[g, : len(prefix)].gather(1, columns[:, None])[:, 0].long() * page
-        return self.layout.to_slots(g, first + prefix % page)
+            self._forward.skip(slots, why="it could not be described")
+        self._written.note_futures(futures)
 
     def _batch(self, requests: BatchRequests, batch_data: dict[str, Any]) -> ForwardBatch:
-        tokens, groups = requests.num_tokens, self.layout.groups
-        cached = [np.minimum(requests.prefix, g.window) if g.window else requests.prefix for g in groups]
-        prefix, rows, *begins = send(
-            self.manager.device, requests.prefix, requests.rows, *(_begins(requests, count) for count in cached)
-        )
-        longest, out_slots, tables = int(requests.prefix.max(initial=0)), {}, {}
-        for g, group in enumerate(groups):
-            if longest:
-                if batch_data.get("block_table") is None:
-                    needed = int(cached[g].sum()) + tokens
-                    slots = self._slots_by_index(g, batch_data["read_index"][g], begins[g], longest, needed=needed)
-                else:
-                    slots = self._slots_by_pages(g, batch_data["block_table"][g][: len(rows)], longest)
-                self._table(g, longest)[:, :longest].index_copy_(0, rows, slots)
-            out_slots[group.name] = self._out_slots(g, prefix, tokens, batch_data)
-            tables[group.name] = self._table(g, longest)
-        input_ids = _input_ids(batch_data)
+        tokens, input_ids = requests.num_tokens, _input_ids(batch_data)
         if _is_async(self.processor):
             io = self.processor.inputs_and_outputs
             input_ids = input_ids.clone()
@@ -323,48 +294,10 @@ class Session:
             requests=requests,
             input_ids=input_ids[:tokens],
             positions=batch_data["position_ids"][0, :tokens],
-            out_slots=out_slots,
-            tables=tables,
+            out_slots=self._tables.written(tokens),
+            tables=dict(self._tables.by_group),
+            is_given_at_tail=True,
         )
-
-    def _table(self, g: int, length: int) -> torch.Tensor:
-        """Return the table of a group, with room for so many positions."""
-        if length > self._tables[g].shape[1]:
-            self._tables[g] = widen(self._tables[g], length)
-        return self._tables[g]
-
-    def _slots_by_index(
-        self, g: int, read_index: torch.Tensor, begins: torch.Tensor, longest: int, *, needed: int
-    ) -> torch.Tensor:
-        """Return the slots that the model is about to read, int32 [requests, longest], by the engine's read index.
-
-        What a request does not read, or past its prefix, is anything.
-
-        Args:
-            g: number of the group.
-            read_index: holds, per request, the slots of its cached positions and then one entry per new token.
-            begins: int64 [requests] where the slot of position 0 is, or would be.
-            longest: of the prefixes.
-            needed: entries that the engine has for all requests.
-        """
-        slots = self.layout.to_slots(g, read_index[:needed]).to(torch.int32)
-        # What the index lacks is reported as out of range, instead of being looked up there.
-        short = needed - len(slots)
-        padded = torch.nn.functional.pad(slots, (longest, longest + short), value=BAD_SLOT)
-        # Row i of it is what begins at entry i.
-        return padded.as_strided((needed + longest, longest), (1, 1)).index_select(0, begins + longest)
-
-    def _slots_by_pages(self, g: int, pages: torch.Tensor, longest: int) -> torch.Tensor:
-        """Return the slots that the model is about to read, int32 [requests, longest], by the engine's block table.
-
-        Decode steps through a kernel that finds slots itself have it: per request of the batch, where its blocks begin,
-        counted in pages.
-        """
-        page = self.layout.page
-        first = pages[:, : -(-longest // page)].long() * page
-        slots = self.layout.to_slots(g, (first[:, :, None] + torch.arange(page, device=first.device)).flatten(1))
-        slots = slots.to(torch.int32)[:, :longest]
-        return torch.nn.functional.pad(slots, (0, longest - slots.shape[1]), value=BAD_SLOT)
 
     def _cached(self) -> Sequence[CachedSlots]:
         return self.layout.cached(anchored=self._anchored)
@@ -386,7 +319,7 @@ class Session:
 
     def _forget(self, request_id: str) -> None:
         self._composer.forget([request_id])
-        self._written.pop(request_id, None)
+        self._written.forget(request_id)
 
     def _forget_all(self) -> None:
         self._composer.forget()
@@ -443,21 +376,13 @@ class Session:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        current = torch.cuda.current_stream(self._stream.device)
+        if current == self._stream:
+            yield
+            return
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             yield
-
-
-def _begins(requests: BatchRequests, cached: Int64s) -> Int64s:
-    """Return where the entries of each request begin in the engine's read index, as if it began with position 0.
-
-    Args:
-        requests: of the forward.
-        cached: int64 [requests] cached positions that are in the index, the last ones.
-    """
-    entries = cached + requests.extend
-    begins: Int64s = np.cumsum(entries) - entries - (requests.prefix - cached)
-    return begins
 
 
 def _is_async(processor: Any) -> bool:

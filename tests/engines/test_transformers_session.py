@@ -82,6 +82,7 @@ def test_a_session_keeps_nothing_of_requests_that_are_over() -> None:
         server.collect(2)
         server.run(Prompts().of_lengths(7), new_tokens=2)
         (session,) = canary._sessions
-        kept = {name: [*value] for name, value in vars(session).items() if isinstance(value, dict)}
+        parts = (session, session._written, session._composer, session._composer._rows)
+        kept = {name: [*value] for part in parts for name, value in vars(part).items() if isinstance(value, dict)}
     canary.uninstall()
     assert {name for name, keys in kept.items() if set(ids) & set(keys)} == set()
