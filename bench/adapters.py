@@ -191,6 +191,58 @@ class SglangDriver(Driver):
         self.session().close()
 
 
+class TransformersDriver(Driver):
+    """transformers' continuous batching, one batch at a time."""
+
+    def __init__(self, requests: int, folder: Path) -> None:
+        import torch
+        import transformers
+
+        from kv_canary.config import CanaryConfig
+        from kv_canary.demo.models import tiny_model
+        from kv_canary.demo.serving import PAGE_SIZE, batching_config
+        from kv_canary.engines.transformers import install
+
+        torch.set_num_threads(1)
+        self.name = f"transformers {transformers.__version__}"
+        self._model = tiny_model("llama", num_hidden_layers=1)
+        self._manager = self._model.init_continuous_batching(
+            generation_config=transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=batching_config(
+                num_blocks=requests * ((LONGEST + PROMPT) // PAGE_SIZE + 3),
+                max_batch_tokens=2048,
+                max_requests_per_batch=requests,
+            ),
+        )
+        self._canary = install(self._manager, config=CanaryConfig())
+        self._manager.warmup()
+        self._processor: Any = self._manager.batch_processor
+
+    def submit(self, number: int, new_tokens: int) -> None:
+        self._manager.add_request(_prompt(number), request_id=f"r{number}", max_new_tokens=new_tokens, eos_token_id=-1)
+
+    def step(self) -> bool:
+        import torch
+
+        processor = self._processor
+        with torch.no_grad():
+            if not processor.prepare_next_batch():
+                return False
+            decodes = all(future.query_length == 1 for future in processor.inputs_and_outputs.requests_in_batch)
+            processor._generation_step(self._model)
+            processor.update_batch()
+        return decodes
+
+    def session(self) -> Any:
+        return self._canary._newest()
+
+    def failures(self) -> dict[str, int]:
+        return super().failures() | dict(self._canary.guard.failures)
+
+    def close(self) -> None:
+        self._canary.uninstall()
+
+
 def _counts(_ctx: click.Context, _parameter: click.Parameter, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
@@ -198,7 +250,7 @@ def _counts(_ctx: click.Context, _parameter: click.Parameter, text: str) -> tupl
         raise click.BadParameter(f"must be numbers by commas, got {text!r}") from None
 
 
-DRIVERS: dict[str, type[Driver]] = {"vllm": VllmDriver, "sglang": SglangDriver}
+DRIVERS: dict[str, type[Driver]] = {"vllm": VllmDriver, "sglang": SglangDriver, "transformers": TransformersDriver}
 
 
 def measure(engine: str, batch: str, requests: int, folder: Path, *, caches: str = "warm") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 
 from kv_canary.bench import adapters
 from kv_canary.cli import main
+from kv_canary.difftest.stress.processes import in_fork
 
 
 @pytest.mark.parametrize(
@@ -58,3 +60,16 @@ def test_cold_caches_are_made_before_a_call_is_timed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(np, "add", lambda *_, out: happened.append(f"evicted {out.nbytes}"))
     assert adapters._cold(Clock)()._timed(len, events=False)("four") == 4
     assert happened == ["evicted 64", "timed"]
+
+
+@pytest.mark.parametrize("batch", ["decode", "churn"])
+def test_the_adapter_for_transformers_is_timed_in_steps_that_are_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: str
+) -> None:
+    monkeypatch.setattr(adapters, "WARM_UP", 4)
+    monkeypatch.setattr(adapters, "TIMED", 12)
+    row = in_fork(functools.partial(adapters.measure, "transformers", batch, 16, tmp_path), patience=60)
+    assert "error" not in row
+    assert (row["engine"].split()[0], row["batch"], row["requests"]) == ("transformers", batch, 16)
+    assert row["p90_us"] >= row["host_us"] > 0
+    assert row["repeated"] > 0.8
