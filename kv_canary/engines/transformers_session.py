@@ -211,12 +211,13 @@ class Session:
             try:
                 # First of all: a forward that goes by unwatched may write to slots that were freed before.
                 self._retire_freed()
+                requests = None
                 with self._contained("describing a forward") as part, self._on_stream():
                     requests = self._described(batch_data)
-                if part.failed:
+                    if requests is None or self._repeat(requests):
+                        return requests
+                if part.failed or requests is None:
                     self._skip(batch_data)
-                    return None
-                if requests is None:
                     return None
                 with self._contained("beginning a forward"), self._on_stream():
                     self._begin(requests, batch_data)
@@ -260,15 +261,22 @@ class Session:
         self._tables.fill(requests, batch_data)
         return requests
 
-    def _begin(self, requests: BatchRequests, batch_data: dict[str, Any]) -> None:
-        """Begin a forward whose requests are described, and run HEAD."""
-        forward, tokens = self._forward, requests.num_tokens
+    def _repeat(self, requests: BatchRequests) -> bool:
+        """Begin a forward that is like those before it, and run HEAD; return False where it is not known to be."""
+        tokens = requests.num_tokens
         try:
-            if not forward.repeat(requests, out_slots=lambda: self._tables.written(tokens)):
-                forward.begin(self._batch(requests, batch_data))
-                forward.head()
+            return self._forward.repeat(requests, out_slots=lambda: self._tables.written(tokens))
         except BaseException:
-            forward.abort()
+            self._forward.abort()
+            raise
+
+    def _begin(self, requests: BatchRequests, batch_data: dict[str, Any]) -> None:
+        """Begin a forward that is like none before it, and run HEAD."""
+        try:
+            self._forward.begin(self._batch(requests, batch_data))
+            self._forward.head()
+        except BaseException:
+            self._forward.abort()
             raise
 
     def _skip(self, batch_data: dict[str, Any]) -> None:

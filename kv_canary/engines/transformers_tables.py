@@ -138,15 +138,15 @@ class Tables:
             starts = dict(zip(begins, sent, strict=True))
         for g, group in enumerate(self._layout.groups):
             written, out_slots = write_index[g], self.given.out_slots[group.name]
-            if len(written) < tokens:
+            if written.shape[0] < tokens:
                 expected = f"of at least {tokens} tokens"
-                raise ValueError(must_be("transformers adapter", "write_index", expected, str(len(written))))
+                raise ValueError(must_be("transformers adapter", "write_index", expected, str(written.shape[0])))
             if not longest:
-                front(out_slots, tokens).copy_(self._layout.to_slots(g, written[:tokens]))
+                front(out_slots, tokens).copy_(self._layout.to_slots(g, front(written, tokens)))
                 continue
             read = _at_most(read_index[g], needed[group.window])
             # What the index lacks is reported as out of range, instead of being looked up there.
-            lacking = needed[group.window] - len(read) + longest
+            lacking = needed[group.window] - read.shape[0] + longest
             parts = [front(written, tokens), read, self._no_index(lacking)]
             if before[group.window]:
                 parts.insert(1, self._no_index(before[group.window]))
@@ -154,7 +154,7 @@ class Tables:
             front(out_slots, tokens).copy_(slots[:tokens])
             narrow = slots[tokens:].to(torch.int32)
             # Row i of it is what begins at entry i.
-            by_entry = narrow.as_strided((len(narrow) - longest + 1, longest), (1, 1))
+            by_entry = narrow.as_strided((narrow.shape[0] - longest + 1, longest), (1, 1))
             table = self.by_group[group.name]
             table[:, :longest].index_copy_(0, rows, by_entry.index_select(0, starts[group.window]))
 
@@ -189,7 +189,7 @@ class Tables:
 
     def _no_index(self, count: int) -> torch.Tensor:
         """Return `count` times what is no index."""
-        if count > len(self._missing):
+        if count > self._missing.shape[0]:
             let_go(self._missing)
             self._missing = self._no_indices(2 * count)
         return self._missing[:count]
@@ -200,4 +200,4 @@ class Tables:
 
 def _at_most(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """Return the first `count` of a tensor, or what there is."""
-    return front(tensor, min(count, len(tensor)))
+    return front(tensor, min(count, tensor.shape[0]))
