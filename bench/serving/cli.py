@@ -61,7 +61,13 @@ def _names(known: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, 
 )
 @click.option("--new", type=click.IntRange(32), default=176, show_default=True, help="Tokens that a request generates.")
 @click.option("--rounds", type=click.IntRange(1), default=6, show_default=True, help="Turns of everything timed.")
-@click.option("--seconds", type=float, default=400.0, show_default=True, help="No round of a model begins after that.")
+@click.option(
+    "--seconds",
+    type=float,
+    default=400.0,
+    show_default=True,
+    help="No round of a model begins after that; batches share it evenly.",
+)
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="Where.")
 @click.option("--unfrozen", is_flag=True, help="Leave Python's garbage collector as SGLang's offline engine has it.")
 @click.option("--private", is_flag=True, help="Weights and KV for each scheduler, instead of one copy for all.")

@@ -155,7 +155,8 @@ class Measurement:
     def __init__(self, model: str, settings: Settings, *, say: Callable[[str], None]) -> None:
         self._model, self._settings, self._say = model, settings, say
         self._shape = MODELS[model]
-        self._end = time.monotonic() + settings.seconds
+        # When no round begins any more, of any batch, and of the one that is measured.
+        self._end = self._until = time.monotonic() + settings.seconds
         self._schedulers: dict[str, Scheduler] = {}
         self.failed: dict[str, str] = {}
         self.rows: list[Row] = []
@@ -166,7 +167,9 @@ class Measurement:
         try:
             self._start()
             self._rounds("settle", rounds=1)
+            left = [*settings.prefill, *settings.decode, *filter(None, (settings.churn, settings.tiers))]
             for requests, context in settings.prefill:
+                self._share(left)
                 at = {"requests": requests, "context": context}
                 self._rounds("prefill", rounds=1, **at)
                 found = self._rounds("prefill", **at)
@@ -175,6 +178,7 @@ class Measurement:
                     more.append(self._rounds("prefill", rounds=1, operations=True, **at))
                 self._take("prefill", f"{requests}x{context}", found, _merged(more))
             for requests, context in settings.decode:
+                self._share(left)
                 at = {"requests": requests, "context": context}
                 self._rounds("load", rounds=1, **at)
                 sums = self._rounds("sums", rounds=1, **at)
@@ -188,6 +192,7 @@ class Measurement:
                     more.append(self._rounds("operations", rounds=1, **few))
                 self._take("decode", f"{requests}x{context}", found, _merged(more), same=_merged([sums]))
             if settings.churn is not None:
+                self._share(left)
                 requests, context, new, steps = settings.churn
                 at = {"requests": requests, "context": context, "new": new}
                 self._rounds("load", rounds=1, requests=requests, context=context)
@@ -196,6 +201,7 @@ class Measurement:
                 more = [self._rounds("churn", rounds=1, steps=steps // 2, host=True, **at)]
                 self._take("churn", "x".join(map(str, settings.churn)), found, _merged(more))
             if settings.tiers is not None:
+                self._share(left)
                 requests, documents, context = settings.tiers
                 at = {"requests": requests, "documents": documents, "context": context}
                 # Once for what is compiled, and once for what is cached.
@@ -207,6 +213,12 @@ class Measurement:
         finally:
             for scheduler in self._schedulers.values():
                 scheduler.stop()
+
+    def _share(self, left: list[Any]) -> None:
+        """Give the next batch its part of the time that is left, and take it from those that are to come."""
+        now = time.monotonic()
+        self._until = now + max(0.0, self._end - now) / len(left)
+        left.pop()
 
     def _start(self) -> None:
         settings, shape = self._settings, self._shape
@@ -222,6 +234,8 @@ class Measurement:
             more = _hicache(settings.device)
         if settings.churn is not None:
             sizes |= {max(1, settings.churn[0] * part // _PARTS) for part in range(1, _PARTS + 1)}
+        # The engine captures graphs of some size in any case.
+        sizes = sizes or {running}
         folder = settings.out / f"model-{self._model}"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(shape.config()), encoding="utf-8")
@@ -257,7 +271,7 @@ class Measurement:
         """Let every scheduler do the same in turn, so many times; return what comes of it, by mode."""
         found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in self._schedulers}
         for number in range(rounds or self._settings.rounds):
-            if number and time.monotonic() > self._end:
+            if number and time.monotonic() > self._until:
                 break
             modes = list(self._schedulers)
             first = number % max(len(modes), 1)

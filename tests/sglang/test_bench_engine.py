@@ -11,6 +11,7 @@ pytest.importorskip("sglang")
 
 from click.testing import CliRunner
 
+from kv_canary.bench.serving import run
 from kv_canary.cli import main
 
 SMALL = ["--device", "cpu", "--models", "tiny", "--decode", "4x32", "--prefill", "2x96", "--new", "40", "--rounds", "1"]
@@ -89,3 +90,40 @@ def test_misuse_is_told_and_ends_with_2(arguments: list[str], said: str) -> None
     ran = CliRunner().invoke(main, ["bench", "engine", *arguments])
     assert ran.exit_code == 2
     assert said in " ".join(ran.output.split())
+
+
+def test_batches_that_are_left_out_are_not_missed(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    arguments = [*SMALL, "--decode", "", "--modes", "none", "--json", str(path), "--out", str(tmp_path / "out")]
+    ran = CliRunner().invoke(main, ["bench", "engine", *arguments])
+    assert ran.exit_code == 0, ran.output
+    assert [(r["phase"], r["shape"]) for r in json.loads(path.read_text())] == [("prefill", "2x96")]
+
+
+def test_batches_share_the_time_that_is_left_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
+    settings = run.Settings(
+        models=("tiny",),
+        modes=("none",),
+        decode=(),
+        prefill=(),
+        churn=None,
+        tiers=None,
+        new=40,
+        rounds=1,
+        seconds=400.0,
+        device="cpu",
+        frozen=True,
+        shared=False,
+        out=tmp_path,
+    )
+    measured = run.Measurement("tiny", settings, say=print)
+    left, ends = [1, 2, 3], []
+    for took in (20.0, 230.0, 0.0):
+        measured._share(left)
+        ends.append(measured._until - now[0])
+        now[0] += took
+    # What one has not used is for those behind it, and what one has used too much is theirs, too.
+    assert ends == [pytest.approx(400 / 3), pytest.approx(190.0), pytest.approx(150.0)]
+    assert left == []
