@@ -23,7 +23,7 @@ from kv_canary.runtime.drain import Sheet
 from kv_canary.runtime.host import copy_all, copy_front, front, on_device
 from kv_canary.runtime.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, Shape
 from kv_canary.runtime.pools import BufferGroup
-from kv_canary.runtime.repetition import CopiedForwards, Decodes, Repetition
+from kv_canary.runtime.repetition import Decodes, PlainForwards, Repetition
 from kv_canary.runtime.replays import Branch, Launch, layout_of, round_up, rounded
 from kv_canary.runtime.steps import Steps
 from kv_canary.runtime.tails import Advance
@@ -346,26 +346,26 @@ class SingleForwardManager:
         Args:
             requests: of the forward.
             out_slots: returns the slots that it writes, by group name; asked where it is given up.
-            given: returns what the model is given, which is copied now. None: a decode step whose model reads tensors
-                that stay, as `tail` is told; each request is one token longer than the canary has seen it, and `newest`
-                says which.
+            given: returns what the model is given, which is copied now. None: it reads tensors that stay, as `tail` is
+                told; of a decode step `newest` says the last token of each request.
 
         Raises:
             CanaryViolationError: in raise mode, for what the step before found.
             ValueError: in raise mode, the requests contradict the limits.
         """
-        if self._phase is not Phase.IDLE or not (self._decodes if given is None else self._forwards):
+        is_late = given is None
+        is_decode = is_late and not _goes_ahead(requests)
+        if self._phase is not Phase.IDLE or not (self._decodes if is_decode else self._forwards):
             return False
         with self._begins as part:
-            behind = None if given is None else self.context.state.behind(requests)
-            if given is None:
+            behind = None if is_decode else self.context.state.behind(requests)
+            if is_decode:
                 repetition = _valid_one(self._decodes, self._rounded(len(requests.rows)))
             elif behind is None:
                 return False
             else:
-                repetition = _valid_one(
-                    self._forwards, self._sizes_of(requests, missing=_num_missing(requests, behind))
-                )
+                size = self._sizes_of(requests, missing=_num_missing(requests, behind), is_late=is_late)
+                repetition = _valid_one(self._forwards, size)
             if repetition is None:
                 return False
             # What follows on numbers that were right, is.
@@ -373,9 +373,9 @@ class SingleForwardManager:
                 self._check_numbers(requests, None)
             if not repetition.begin(requests, behind):
                 return False
-            self._repetition, self._written, self._captured, self._is_late = repetition, out_slots, None, given is None
+            self._repetition, self._written, self._captured, self._is_late = repetition, out_slots, None, is_late
             self._batch, self._advance, self._ahead = repetition.batch, repetition.advance, repetition.ahead
-            self._rows_at_head, self._rows_at_tail = requests.rows, None if given is None else requests.rows
+            self._rows_at_head, self._rows_at_tail = requests.rows, None if is_decode else requests.rows
             self._shape, self._new_tokens, self._phase = repetition.shape, requests.num_tokens, Phase.BEGUN
             self._inputs.read_from(repetition.numbers, repetition.given)
             for launches in self._launches:
@@ -384,7 +384,7 @@ class SingleForwardManager:
                 self._take_inputs(given())
             self._timed(repetition.head)
             self._rows_at_head, self._phase = None, Phase.HEAD
-            if given is not None:
+            if not is_decode:
                 # The number of the step is there by now.
                 self._steps.admit(self, requests, repetition.batch.tables)
         if part.failed:
@@ -392,14 +392,20 @@ class SingleForwardManager:
             self._skip_written()
         return True
 
-    def _sizes_of(self, requests: BatchRequests, *, missing: int) -> Hashable:
-        """Return what forwards are alike by, of whose prefixes so many tokens are missing."""
+    def _sizes_of(self, requests: BatchRequests, *, missing: int, is_late: bool) -> Hashable:
+        """Return what forwards are alike by.
+
+        Args:
+            requests: of one.
+            missing: tokens of their prefixes that their rows are to be brought up by.
+            is_late: whether what the model is given is taken at TAIL.
+        """
         count, tokens = len(requests.rows), requests.num_tokens
         if self._replays.rounds_up:
             limits = self.context.limits
             count, tokens = round_up(count, limits.max_requests), round_up(tokens, limits.max_tokens)
             missing = round_up(missing, MOST_REPLAYED)
-        return count, tokens, missing, _goes_ahead(requests)
+        return count, tokens, missing, _goes_ahead(requests), is_late
 
     @property
     def repeats(self) -> bool:
@@ -726,16 +732,18 @@ class SingleForwardManager:
         requests = batch.arrays
         kind: type[Repetition]
         size: Hashable
-        if self._is_late:
-            one_each = requests.num_tokens == len(requests) == len(advance.flat) == len(advance.rows)
+        if self._is_late and given is None:
+            return
+        goes_ahead = _goes_ahead(requests)
+        if self._is_late and not goes_ahead:
+            one_each = len(requests) == len(advance.flat) == len(advance.rows)
             kept, size, kind = self._decodes, self._rounded(len(requests)), Decodes
-            if given is None or not one_each or shape.requests != size:
+            if not one_each or shape.requests != size:
                 return
         else:
+            kept, kind = self._forwards, PlainForwards
+            size = self._sizes_of(requests, missing=len(advance.flat), is_late=self._is_late)
             # What goes ahead of them behind TAIL is a part of their launches.
-            goes_ahead = _goes_ahead(requests)
-            kept, kind = self._forwards, CopiedForwards
-            size = self._sizes_of(requests, missing=len(advance.flat))
             if not requests.is_composed or requests.drafts or goes_ahead != shape.goes_ahead:
                 return
         keys = ("head", *self._key(None)), ("tail", *self._key(given))

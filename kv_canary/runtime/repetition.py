@@ -206,11 +206,11 @@ class Decodes(Repetition):
         return True
 
 
-class CopiedForwards(Repetition):
-    """Forwards whose inputs are copied: prefills, with or without decodes among them, and decodes without a graph."""
+class PlainForwards(Repetition):
+    """Forwards of any new tokens that the host knows: prefills, with or without decodes among them."""
 
     def begin(self, requests: BatchRequests, behind: Behind | None = None) -> bool:
-        """Begin a forward of new tokens that the host knows; see `Repetition.begin`."""
+        """Begin a forward; see `Repetition.begin`."""
         state, steps, shape = self._state, self._steps, self.shape
         lap = self._free_lap(requests)
         # Who is shown forwards is shown tensors, too, which are others here.
