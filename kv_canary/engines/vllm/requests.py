@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter
+from itertools import chain, compress, count
+from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +21,8 @@ from kv_canary.identity import identity_word
 from kv_canary.runtime.composition import Composition, Int64s
 from kv_canary.runtime.rows import OwnerNumbers
 
-_ROW, _IDENTITY = attrgetter("row"), attrgetter("identity")
-# Steps that are kept out of the texts.
+_ROW = attrgetter("row")
+# Steps that are kept out of the texts, one behind the other, and as many again while the list of requests stays.
 _MOST_DECODED = 64
 
 
@@ -78,7 +78,7 @@ class _Sampled(NamedTuple):
 
 
 class _Decoded(NamedTuple):
-    """Tokens that the same requests have got, step by step, which are not in their texts yet.
+    """Tokens that the same requests have got, step by step, which are not in their logs yet.
 
     Args:
         rows: int64 [requests].
@@ -89,6 +89,83 @@ class _Decoded(NamedTuple):
     rows: Int64s
     first: Int64s
     steps: list[Int64s]
+
+
+class _Log:
+    """The last tokens of all rows by step, which are not in the texts yet: those are far apart in memory.
+
+    A row is there with one token of each of the last steps, without a gap, or not at all.
+
+    Args:
+        texts: int32 [rows, tokens] where it ends.
+        lengths: int64 [rows] known tokens, those that are in the log included.
+    """
+
+    def __init__(self, texts: npt.NDArray[np.int32], lengths: Int64s) -> None:
+        self._texts, self._lengths = texts, lengths
+        # Of each row: tokens that are in its text, and what its positions are less than the numbers of their steps.
+        self._settled, self._behind = np.zeros_like(lengths), np.zeros_like(lengths)
+        self._lines = np.zeros((_MOST_DECODED, len(lengths)), np.int64)
+        # The number of the next step, and of the first one whose tokens may not be in the texts.
+        self._next = self._oldest = 0
+
+    def add(self, decoded: _Decoded) -> None:
+        """Take in tokens of rows that have had so many, and tell their lengths."""
+        rows, first, steps = decoded
+        if self._next + len(steps) - self._oldest > _MOST_DECODED:
+            self.settle((self._lengths > self._settled).nonzero()[0])
+            self._oldest = self._next
+        begins = (self._behind[rows] + first != self._next).nonzero()[0]
+        if len(begins):
+            new, at = rows[begins], first[begins]
+            self.settle(new)
+            self._settled[new], self._behind[new] = at, self._next - at
+        for step in steps:
+            self._lines[self._next % _MOST_DECODED][rows] = step
+            self._next += 1
+        self._lengths[rows] = first + len(steps)
+
+    def settle(self, rows: Int64s) -> None:
+        """Bring what is there of rows into their texts."""
+        first, counts = self._settled[rows], self._lengths[rows] - self._settled[rows]
+        total = int(np.add.reduce(counts))
+        if total:
+            at = np.arange(total) + np.repeat(first - (counts.cumsum() - counts), counts)
+            rows_each = np.repeat(rows, counts)
+            self._texts[rows_each, at] = self._lines[(at + self._behind[rows_each]) % _MOST_DECODED, rows_each]
+        self._settled[rows] = first + counts
+
+    def settle_row(self, row: int) -> None:
+        """Bring what is there of one row into its text."""
+        first, length = int(self._settled[row]), int(self._lengths[row])
+        if first < length:
+            at = np.arange(first, length) + self._behind[row]
+            self._texts[row, first:length] = self._lines[at % _MOST_DECODED, row]
+            self._settled[row] = length
+
+    def begin(self, row: int | Int64s) -> None:
+        """Take in that all of what is known of a row, or of rows, is in the text."""
+        self._settled[row] = self._lengths[row]
+
+    def read(self, row: int, start: int, end: int) -> list[int]:
+        """Return tokens [start, end) of a row, as far as they are known."""
+        settled, length = int(self._settled[row]), int(self._lengths[row])
+        found: list[int] = self._texts[row, start : min(end, settled)].tolist() if start < settled else []
+        at = np.arange(max(start, settled), min(end, length))
+        found += self._lines[(at + self._behind[row]) % _MOST_DECODED, row].tolist()
+        return found
+
+    def find(self, rows: Int64s, at: Int64s) -> Int64s:
+        """Return the tokens at a position each of rows, from the log or the text; 0 where it is below 0."""
+        steps = at + self._behind[rows]
+        is_here = at >= self._settled[rows]
+        if np.logical_and.reduce(is_here):
+            found: Int64s = self._lines[steps % _MOST_DECODED, rows]
+            return found
+        found = np.where(is_here, self._lines[steps % _MOST_DECODED, rows], 0)
+        others = (~is_here & (at >= 0)).nonzero()[0]
+        found[others] = self._texts[rows[others], at[others]]
+        return found
 
 
 class Requests:
@@ -108,15 +185,22 @@ class Requests:
         # Of each row: known tokens; tokens up to the end of its last image; whose it is, 0 for nobody's; and the number
         # of its text among all that were ever placed, 0 where it is lost.
         self._lengths, self.shown, self._owner_of, self._serials = (np.zeros(num_rows, np.int64) for _ in range(4))
+        self._identities = np.zeros(num_rows, np.int64)
         self._serial = 0
         # Whether a request has ever had images.
         self.has_shown = False
-        # The last list of requests, and what was made of it; None where that is another by now.
+        # The last list of requests, each with its row, 0 for none, and its place; whose row is another one since then;
+        # and what was made of the list, None where that is another by now.
         self._names: list[str] = []
+        self._listed: list[Member | None] = []
+        self._rows = np.zeros(0, np.int64)
+        self._places: dict[str, int] = {}
+        self._moved: set[str] = set()
         self._composed: Composed | None = None
         # No row has more known tokens.
         self._longest = 0
-        # What a list of requests has decoded since it is this one: the texts are far apart in memory.
+        self._log = _Log(self._texts, self._lengths)
+        # What a list of requests has decoded since it is this one.
         self._decoded: _Decoded | None = None
         # What was sampled and is not taken in yet.
         self._sampled: deque[_Sampled] = deque()
@@ -177,10 +261,11 @@ class Requests:
         member = self._members.get(name)
         if member is None or not member.row:
             return None
-        self._settle()
+        self._close()
         row, length = member.row, member.prompt + generated
         if self._lengths[row] <= length:
             return None
+        self._log.settle_row(row)
         self._place(member, self._texts[row, :length].copy())
         return member
 
@@ -194,8 +279,10 @@ class Requests:
 
     def let_go(self, member: Member) -> None:
         """Give the row of a request back that was paused or has ended."""
-        self._settle()
+        self._close()
         self._free.append(member.row)
+        self._log.begin(member.row)
+        self._moved.add(member.name)
         self._owner_of[member.row], self._serials[member.row], member.row = 0, 0, 0
         self._composed = None
 
@@ -230,30 +317,44 @@ class Requests:
     def compose(self, names: Sequence[str]) -> Composed:
         """Return the requests of a step, the same for as long as the list is the same and all of them go on."""
         if self._composed is None or names != self._names:
-            count = len(names)
-            found = list(map(self._members.get, names))
-            rows = np.array([0 if m is None else m.row for m in found], np.int64).reshape(count)
+            self._list(names)
             # Row 0 is nobody's, and has no text.
+            rows = self._rows
             is_known = self._serials[rows] > 0
-            members = [m for m, known in zip(found, is_known.tolist(), strict=True) if m is not None and known]
-            mine = rows if is_known.all() else rows[is_known]
-            self._names, self._composed = (
-                list(names),
-                Composed(
-                    rows=rows,
-                    which=None if mine is rows else is_known.nonzero()[0],
-                    names=[m.name for m in members],
-                    composition=Composition(
-                        members,
-                        rows=mine,
-                        owners=self._owner_of[mine],
-                        identities=np.fromiter(map(_IDENTITY, members), np.int64, len(members)),
-                        source=self,
-                    ),
-                    serials=self._serials[mine],
+            is_whole = bool(np.logical_and.reduce(is_known))
+            mine = rows if is_whole else rows[is_known]
+            members: list[Any] = self._listed if is_whole else list(compress(self._listed, is_known.tolist()))
+            self._composed = Composed(
+                rows=rows,
+                which=None if is_whole else is_known.nonzero()[0],
+                names=self._names if is_whole else [m.name for m in members],
+                composition=Composition(
+                    members, rows=mine, owners=self._owner_of[mine], identities=self._identities[mine], source=self
                 ),
+                serials=self._serials[mine],
             )
         return self._composed
+
+    def _list(self, names: Sequence[str]) -> None:
+        """Look up the requests of a list and their rows, those alone that were not in their places in the last one."""
+        before, places, most = self._names, self._places, len(names)
+        changed = list(compress(count(), map(is_not, names, before)))
+        for i in chain(changed, range(most, len(before))):
+            if places.get(before[i]) == i:
+                del places[before[i]]
+        changed += range(len(before), most)
+        # Who has stayed in its place, but not in its row.
+        changed += [i for i in map(places.get, self._moved) if i is not None]
+        listed = self._listed[:most] + [None] * (most - len(before))
+        rows = np.zeros(most, np.int64)
+        rows[: len(before)] = self._rows[:most]
+        for i in changed:
+            name = names[i]
+            member = listed[i] = self._members.get(name)
+            places[name], rows[i] = i, 0 if member is None else member.row
+        # What was made of the last list keeps its own.
+        self._names, self._listed, self._rows = list(names), listed, rows
+        self._moved.clear()
 
     def sampled(self, composed: Composed, names: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
         """Take in, from any thread, what was sampled for requests; it counts from the next `take` on.
@@ -271,7 +372,7 @@ class Requests:
             rows, serials = rows[which], serials[which]
         flat = np.fromiter(chain.from_iterable(tokens), np.int64)
         counts = None
-        if len(flat) != len(tokens) or max(map(len, tokens), default=1) != 1:
+        if len(flat) != len(tokens) or not all(tokens):
             counts = np.fromiter(map(len, tokens), np.int64, len(tokens))
         self._sampled.append(_Sampled(composed, rows, serials, flat, counts))
 
@@ -285,22 +386,24 @@ class Requests:
             if counts is None and self._longest < most and (goes_on is None or goes_on.all()):
                 decoded = self._decoded
                 if decoded is None or decoded.rows is not rows or len(decoded.steps) == _MOST_DECODED:
-                    self._settle()
+                    self._close()
                     decoded = self._decoded = _Decoded(rows, self._lengths[rows], [])
                 decoded.steps.append(flat)
                 self._longest += 1
                 continue
-            self._settle()
+            self._close()
             counts = np.ones(len(flat), np.int64) if counts is None else counts
             if goes_on is not None and not goes_on.all():
                 flat = flat[np.repeat(goes_on, counts)]
                 rows, counts = rows[goes_on], counts[goes_on]
+            self._log.settle(rows)
             lengths = self._lengths[rows]
             within = np.arange(len(flat)) - np.repeat(counts.cumsum() - counts, counts)
             at = np.repeat(lengths, counts) + within
             fits = at < most
             self._texts[np.repeat(rows, counts)[fits], at[fits]] = flat[fits]
             self._lengths[rows] = np.minimum(lengths + counts, most)
+            self._log.begin(rows)
             self._longest = int(self._lengths.max())
 
     def known(self, rows: Int64s) -> Int64s:
@@ -308,17 +411,14 @@ class Requests:
         decoded = self._decoded
         if decoded is not None and decoded.rows is rows:
             return decoded.first + len(decoded.steps)
-        self._settle()
+        self._close()
         return self._lengths[rows]
 
-    def _settle(self) -> None:
-        """Bring what was decoded into the texts."""
+    def _close(self) -> None:
+        """Bring what was decoded into the log."""
         decoded, self._decoded = self._decoded, None
-        if decoded is None:
-            return
-        rows, first, count = decoded.rows, decoded.first, len(decoded.steps)
-        self._texts[rows[:, None], first[:, None] + np.arange(count)] = np.stack(decoded.steps, axis=1)
-        self._lengths[rows] = first + count
+        if decoded is not None:
+            self._log.add(decoded)
 
     # Answers for the canary, see `RequestSource`.
 
@@ -329,9 +429,11 @@ class Requests:
     def tokens(self, member: Member, start: int, end: int) -> Sequence[int]:
         """Return own tokens [start, end) of a request, as far as they are known."""
         row, decoded = member.row, self._decoded
-        text = self._texts[row, : self._lengths[row]] if row else member.text
-        found: list[int] = text[start:end].tolist()
-        if row and decoded is not None and len(at := (decoded.rows == row).nonzero()[0]):
+        if not row:
+            text: list[int] = member.text[start:end].tolist()
+            return text
+        found = self._log.read(row, start, end)
+        if decoded is not None and len(at := (decoded.rows == row).nonzero()[0]):
             n, first = int(at[0]), int(decoded.first[at[0]])
             found += [int(step[n]) for step in decoded.steps[max(0, start - first) : max(0, end - first)]]
         return found
@@ -350,20 +452,24 @@ class Requests:
             rows, ends: int64 [requests].
             are_known: whether none of the ends is past what is known.
         """
-        if not len(ends) or np.minimum.reduce(ends) < 1 or not (are_known or (self.known(rows) >= ends).all()):
-            return None
         decoded = self._decoded
-        if decoded is not None and decoded.rows is rows:
+        if decoded is not None and decoded.rows is rows and len(ends):
             steps = ends - decoded.first
             step = int(steps[0])
-            if 0 < step <= len(decoded.steps) and (steps == step).all():
-                return decoded.steps[step - 1]
-            if np.maximum.reduce(steps) > 0:
-                self._settle()
-        else:
-            self._settle()
-        found: Int64s = self._texts[rows, ends - 1].astype(np.int64)
-        return found
+            if step <= len(decoded.steps) and np.logical_and.reduce(steps == step):
+                if step > 0:
+                    return decoded.steps[step - 1]
+                if np.minimum.reduce(ends) > 0:
+                    # As in the step behind one in which the list has changed.
+                    return self._log.find(rows, ends - 1)
+        if not len(ends) or np.minimum.reduce(ends) < 1 or not (are_known or (self.known(rows) >= ends).all()):
+            return None
+        return self.before(rows, ends)
+
+    def before(self, rows: Int64s, ends: Int64s) -> Int64s:
+        """Return the own token before each end of the requests of rows, all of which are known; 0 before the first."""
+        self._close()
+        return self._log.find(rows, ends - 1)
 
     def discarded(self, member: Member, length: int) -> bool:
         """Return False: a worker is not told which of its results the scheduler has thrown away."""
@@ -375,16 +481,20 @@ class Requests:
                 most = len(self._texts) - 1
                 raise RuntimeError(f"kv-canary: vllm adapter: requests must be at most {most}, got more")
             member.row = self._free.pop()
-        self._settle()
+        self._close()
         row, length = member.row, min(len(text), self._texts.shape[1])
         self._texts[row, :length] = text[:length]
         self._serial += 1
         self._lengths[row], self.shown[row], self._owner_of[row] = length, member.shown, member.owner
+        self._identities[row] = member.identity
+        self._log.begin(row)
+        self._moved.add(member.name)
         self._longest = max(self._longest, length)
         self._serials[row], self._composed = 0 if member.is_lost else self._serial, None
 
     def _keep(self, member: Member) -> None:
-        self._settle()
+        self._close()
+        self._log.settle_row(member.row)
         member.text = self._texts[member.row, : self._lengths[member.row]].copy()
 
 
