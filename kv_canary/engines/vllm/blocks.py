@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -46,9 +48,15 @@ class Blocks:
         # A block more than positions need: lookahead of drafts.
         self._tables: list[Int32s] = [np.zeros((num_rows, -(-max_len // g.block_size) + 2), np.int32) for g in groups]
         self._counts = [np.zeros(num_rows, np.int64) for _ in groups]
-        # Tokens in the cache behind the last forward of each row.
-        self.ends = np.zeros(num_rows, np.int64)
-        self._fresh: list[list[int]] = [[] for _ in groups]
+        self._ends = np.zeros(num_rows, np.int64)
+        # Rows and ends of the last forward, which are not among these yet.
+        self._went: tuple[Int64s, Int64s] | None = None
+        # Whether blocks were handed out; which, and those of them that hold records.
+        self.handed_out = False
+        self._fresh: list[list[Int64s]] = [[] for _ in groups]
+        self._reused: list[list[Int64s]] = [[] for _ in groups]
+        # Of each block: whether somebody may have recorded anything there since it was last retired as a whole.
+        self._is_recorded = np.zeros(num_blocks, np.bool_)
         # Of each block: the last step in which it was written, and the first offset that was.
         self._step = 0
         self._written = [np.zeros(num_blocks, np.int64) for _ in groups]
@@ -62,10 +70,28 @@ class Blocks:
     def forget(self) -> None:
         """Take in that nothing is known of the blocks of any row."""
         for i in range(len(self._groups)):
-            self._counts[i][:], self._holders[i][:], self._fresh[i] = 0, 0, []
+            self._counts[i][:], self._holders[i][:], self._fresh[i], self._reused[i] = 0, 0, [], []
+        self._is_recorded[:] = True
         self.ends[:] = 0
         self._admitted.clear()
         self._twice.clear()
+
+    @property
+    def ends(self) -> Int64s:
+        """int64 [rows] tokens in the cache behind the last forward of each row."""
+        if self._went is not None:
+            (rows, ends), self._went = self._went, None
+            self._ends[rows] = ends
+        return self._ends
+
+    def went(self, rows: Int64s, ends: Int64s) -> None:
+        """Take in how many tokens are in the cache behind a forward of these rows.
+
+        It is noted where somebody asks: most forwards are of the rows that the forward before was of.
+        """
+        if self._went is not None and self._went[0] is not rows:
+            self._ends[self._went[0]] = self._went[1]
+        self._went = rows, ends
 
     def begin_step(self) -> None:
         """Begin to take in what a step brings."""
@@ -86,7 +112,8 @@ class Blocks:
             ids = blocks[group.number]
             self._counts[i][row] = 0
             self._append(i, row, ids)
-            self._take(i, row, ids[-(-hit // group.block_size) :])
+            if fresh := ids[-(-hit // group.block_size) :]:
+                self._take(i, row, np.array(fresh, np.int64))
         self.ends[row] = computed
         if computed:
             self._admitted.append((row, computed))
@@ -96,18 +123,66 @@ class Blocks:
         for i, group in enumerate(self._groups):
             if ids := blocks[group.number]:
                 self._append(i, row, ids)
-                self._take(i, row, ids)
+                self._take(i, row, np.array(ids, np.int64))
 
-    def _take(self, i: int, row: int, ids: Sequence[int]) -> None:
-        """Take in that blocks were handed out to a row."""
-        self._fresh[i] += ids
-        given = np.array(ids, np.int64)
-        given = given[given > 0]
+    def append_each(self, rows: Sequence[int], blocks: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Take in more blocks of several requests, all of them just handed out.
+
+        Args:
+            rows: the requests'.
+            blocks: of each request, and of each of vLLM's groups.
+        """
+        if len(rows) > 1 and self._append_one_each(rows, blocks):
+            return
+        for row, its in zip(rows, blocks, strict=True):
+            self.append(row, its)
+
+    def _append_one_each(self, rows: Sequence[int], blocks: Sequence[Sequence[Sequence[int]]]) -> bool:
+        """Take in one more block of each request in each group, as decodes get them; False: it is not that."""
+        at, given = np.array(rows, np.int64), list[list[int]]()
+        for i, group in enumerate(self._groups):
+            lists = list(map(itemgetter(group.number), blocks))
+            ids = list(chain.from_iterable(lists))
+            has_room = int(np.maximum.reduce(self._counts[i][at])) < self._tables[i].shape[1]
+            if len(ids) != len(rows) or not all(lists) or not has_room:
+                return False
+            given.append(ids)
+        together = set(chain.from_iterable(given))
+        if 0 in together or len(together) < len(given) * len(rows) or len(set(rows)) < len(rows):
+            # Who gets a block that another one of them gets, too, is told apart one by one.
+            return False
+        for i, ids in enumerate(given):
+            counts = self._counts[i]
+            places = counts[at]
+            self._tables[i][at, places] = ids
+            counts[at] = places + 1
+            self._take(i, at, np.array(ids, np.int64))
+        return True
+
+    def _take(self, i: int, row: int | Int64s, given: Int64s) -> None:
+        """Take in that blocks were handed out.
+
+        Args:
+            i: place of their group.
+            row: that got them all; int64: the row of each, none of which is there twice.
+            given: int64 blocks.
+        """
+        if np.minimum.reduce(given) < 1:
+            if not isinstance(row, int):
+                row = row[given > 0]
+            given = given[given > 0]
+        self.handed_out = True
+        self._fresh[i].append(given)
+        is_recorded = self._is_recorded[given]
+        if np.logical_or.reduce(is_recorded):
+            self._reused[i].append(given[is_recorded])
+        self._is_recorded[given] = True
         for n, holders in enumerate(self._holders):
             others = holders[given]
-            for k in ((others > 0) & (others != row)).nonzero()[0].tolist():
-                if self._needs(n, int(others[k]), int(given[k])):
-                    self._twice.append((n, int(given[k]), row))
+            if np.logical_or.reduce(others):
+                for k in ((others > 0) & (others != row)).nonzero()[0].tolist():
+                    if self._needs(n, int(others[k]), int(given[k])):
+                        self._twice.append((n, int(given[k]), row if isinstance(row, int) else int(row[k])))
             holders[given] = row if n == i else 0
 
     def _needs(self, i: int, row: int, block: int) -> bool:
@@ -131,8 +206,8 @@ class Blocks:
             hit: tokens that were found in the cache: blocks behind those that these fill are handed out.
         """
         for i, group in enumerate(self._groups):
-            ids = blocks[group.number][-(-hit // group.block_size) :]
-            self._take(i, 0, ids)
+            if ids := blocks[group.number][-(-hit // group.block_size) :]:
+                self._take(i, 0, np.array(ids, np.int64))
 
     def slots(self, row: int, start: int, end: int) -> dict[int, torch.Tensor]:
         """Return the int64 slots of positions [start, end) of a row, by the number of vLLM's group; 0 where none is."""
@@ -145,14 +220,25 @@ class Blocks:
             found[group.number] = torch.from_numpy(slots[start - first * size : end - first * size].copy())
         return found
 
-    def take_fresh(self) -> list[tuple[AttachedGroup, torch.Tensor]]:
-        """Return the int64 slots of blocks that were handed out since the last call, by the group that has them."""
-        taken = []
+    def take_fresh(self, *, only_recorded: bool = False) -> list[tuple[AttachedGroup, torch.Tensor]]:
+        """Return the int64 slots of blocks that were handed out since the last call, by the group that has them.
+
+        Args:
+            only_recorded: whether those are left out in which nobody has recorded anything since they were retired.
+        """
+        taken, self.handed_out = [], False
         for i, group in enumerate(self._groups):
-            if ids := [block for block in self._fresh[i] if block]:
-                taken.append((group, torch.from_numpy(slots_of(np.array(ids, np.int64), group.block_size))))
-            self._fresh[i] = []
+            if parts := (self._reused if only_recorded else self._fresh)[i]:
+                ids = np.concatenate(parts) if len(parts) > 1 else parts[0]
+                if len(ids):
+                    taken.append((group, torch.from_numpy(slots_of(ids, group.block_size))))
+            if self._fresh[i]:
+                self._fresh[i], self._reused[i] = [], []
         return taken
+
+    def copied_to(self, block: int) -> None:
+        """Take in that a block has the records of another one."""
+        self._is_recorded[block] = True
 
     def take_handed_out_twice(self) -> list[tuple[AttachedGroup, torch.Tensor, int]]:
         """Return the int64 slots of each block that was handed out while another row had it, and whose it is now."""
@@ -163,20 +249,29 @@ class Blocks:
         self._twice = []
         return taken
 
-    def end(self, row: int) -> Freed:
-        """Take in that the request of a row has given its blocks back, and return what it has left behind."""
+    def end(self, row: int, *, lists: bool = True) -> Freed:
+        """Take in that the request of a row has given its blocks back, and return what it has left behind.
+
+        Args:
+            row: the request's.
+            lists: whether the slots of all of its positions are asked for; what is unreachable always is, and is to be
+                retired before any of it is handed out again.
+        """
         freed, length = Freed(), int(self.ends[row])
         for i, group in enumerate(self._groups):
             size, count, name = group.block_size, int(self._counts[i][row]), group.number
             blocks = self._tables[i][row, :count].astype(np.int64)
-            mine = blocks[self._holders[i][blocks] == row]
-            self._holders[i][mine] = 0
-            slots, window = slots_of(blocks, size), group.group.window
+            is_mine = self._holders[i][blocks] == row
+            self._holders[i][blocks[is_mine]] = 0
+            window = group.group.window
             first = max(0, length - window) if window else 0
-            freed.slots[name] = torch.from_numpy(slots[first:length].copy())
+            if lists:
+                freed.slots[name] = torch.from_numpy(slots_of(blocks, size)[first:length].copy())
             # Blocks that are full are found by their content as long as nobody is given them.
             first = length // size if self._caches else first // size
-            freed.unreachable[name] = torch.from_numpy(slots[first * size :].copy())
+            left = blocks[first:]
+            freed.unreachable[name] = torch.from_numpy(slots_of(left, size))
+            self._is_recorded[left[is_mine[first:]]] = False
             self._counts[i][row] = 0
         self.ends[row] = 0
         return freed
@@ -221,6 +316,15 @@ class Blocks:
                 row, begin = rows[n], int(prefix[n]) // size + 1
                 more = table[row, begin : -(-int(prefix[n] + extend[n]) // size)]
                 self._written[i][more], self._from[i][more] = self._step, 0
+
+
+def together(freed: Iterable[Freed]) -> Freed:
+    """Return what several requests have left behind that no other one can come to rely on."""
+    parts: dict[int, list[torch.Tensor]] = {}
+    for each in freed:
+        for number, slots in each.unreachable.items():
+            parts.setdefault(number, []).append(slots)
+    return Freed(unreachable={number: torch.cat(its) for number, its in parts.items()})
 
 
 def slots_of(blocks: Int64s, size: int) -> Int64s:
