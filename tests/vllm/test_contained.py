@@ -48,6 +48,8 @@ def test_a_canary_that_fails_everywhere_changes_nothing(
         (requests.Requests, "take"),
         (inputs.RunnerV1, "read"),
         (inputs.RunnerV2, "read"),
+        (inputs.RunnerV1, "decode"),
+        (inputs.RunnerV2, "decode"),
         (session, "told"),
     ]
     with Engine(model("llama"), runner=runner, canary={}) as engine:
@@ -90,11 +92,12 @@ def test_one_failure_in_the_midst_of_requests_makes_no_false_alarm(
     with Engine(folder, runner=runner, canary=canary, asynchronous=drafted, **more) as engine:
         manager, left_out = engine.session.manager, [0]
         for owner, name in (
-            (reader, "read"),
+            # Of a decode like the one before it nothing else is read.
+            (reader, "read" if drafted else "decode"),
             (requests.Requests, "sampled"),
             (requests.Requests, "take"),
             (blocks.Blocks, "begin_step"),
-            (blocks.Blocks, "append"),
+            (blocks.Blocks, "append_each"),
         ):
             engine.outputs.clear()
             for n in range(4):

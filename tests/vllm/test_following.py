@@ -197,6 +197,53 @@ def test_blocks_that_are_hit_are_not_handed_out() -> None:
     assert [slots.tolist() for _, slots in found.take_fresh()] == [[36, 37, 38, 39]]
 
 
+def test_a_block_in_which_nobody_has_recorded_anything_since_it_was_retired_is_not_retired_again() -> None:
+    found = blocks(group(), group(1))
+    found.admit(1, [[3, 4, 5], [13, 14, 15]], 0)
+    # Nobody has ever had them.
+    assert found.take_fresh(only_recorded=True) == []
+    found.went(int64s(1), int64s(6))
+    found.end(1)
+    # One is full, and may have been hit until now; the others were retired when they were given back.
+    found.admit(2, [[13, 14, 9], [3, 4, 5]], 0)
+    assert found.handed_out
+    taken = found.take_fresh(only_recorded=True)
+    assert [(g.number, slots.tolist()[0]) for g, slots in taken] == [(0, 52), (1, 12)]
+    assert not found.handed_out
+    # Somebody has them, or has had them when nobody could follow.
+    found.append(4, [[14], []])
+    assert [slots.tolist()[0] for _, slots in found.take_fresh(only_recorded=True)] == [56]
+    found.copied_to(20)
+    found.forget()
+    found.append(4, [[20, 21], []])
+    assert [slots.tolist()[::SIZE] for _, slots in found.take_fresh(only_recorded=True)] == [[80, 84]]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_blocks_of_several_requests_are_taken_in_as_one_by_one(seed: int) -> None:
+    """With blocks that several get, that others have, and of which some are none."""
+    draw = random.Random(seed)
+    one, other = (blocks(group(window=5), group(1), caches=False) for _ in range(2))
+    for _ in range(60):
+        rows = draw.sample(range(1, 8), draw.randrange(1, 6))
+        if draw.random() < 0.3:
+            for found in (one, other):
+                found.end(rows[0])
+        count = draw.choice([1, 1, 1, 2])
+        more = [
+            [[draw.randrange(0 if draw.random() < 0.1 else 1, 32) for _ in range(count)] for _ in "ab"] for _ in rows
+        ]
+        one.append_each(rows, more)
+        for row, its in zip(rows, more, strict=True):
+            other.append(row, its)
+        for name in ("_tables", "_counts", "_holders"):
+            assert all(map(np.array_equal, getattr(one, name), getattr(other, name))), name
+        assert sorted(one._twice) == sorted(other._twice)
+        assert [sorted(s.tolist()) for _, s in one.take_fresh()] == [sorted(s.tolist()) for _, s in other.take_fresh()]
+        assert np.array_equal(one._is_recorded, other._is_recorded)
+        one._twice, other._twice = [], []
+
+
 @pytest.mark.parametrize(("caches", "unreachable"), [(True, [20, 21, 22, 23]), (False, list(range(12, 24)))])
 def test_of_a_request_that_has_ended_what_nobody_can_hit_is_unreachable(caches: bool, unreachable: list[int]) -> None:
     found = blocks(caches=caches)
@@ -358,6 +405,53 @@ def test_texts_are_what_was_sampled_however_it_came(seed: int) -> None:
         member = requests.find(name)
         assert member is not None
         assert requests.tokens(member, begin, end) == texts[name][begin:end]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_list_of_requests_that_changes_is_what_it_would_be_made_anew(seed: int) -> None:
+    """Requests come, end, are put off, change places and are lost; some nobody knows."""
+    draw, requests = random.Random(seed), Requests(num_rows=9, max_len=40)
+    names, last = list[str](), list[Any]()
+    for step in range(300):
+        if len(names) < 6 and draw.random() < 0.4:
+            names.append(f"r{step % 11}x{step}")
+            requests.start(names[-1], [1, 2, 3], identity=step, shown=0)
+        if names and draw.random() < 0.3:
+            # Another one takes its place, as in a batch that is kept dense.
+            i = draw.randrange(len(names))
+            member = requests.end(names[i])
+            if member is not None and member.row:
+                requests.let_go(member)
+            names[i] = names[-1]
+            names.pop()
+        if names and draw.random() < 0.2:
+            name = draw.choice(names)
+            if (member := requests.pause(name)) is not None:
+                requests.let_go(member)
+                if draw.random() < 0.7:
+                    requests.resume(name, [4, 5])
+        if names and draw.random() < 0.1:
+            requests.lose([draw.choice(names)])
+        if draw.random() < 0.2:
+            draw.shuffle(names)
+        listed = [*names, *(["stranger"] if draw.random() < 0.1 else [])]
+        composed = requests.compose(listed)
+        found = [requests.find(name) for name in listed]
+        rows = [0 if m is None else m.row for m in found]
+        assert composed.rows.tolist() == rows
+        known = [i for i, row in enumerate(rows) if row and requests._serials[row]]
+        assert (composed.which is None) == (len(known) == len(rows))
+        assert composed.which is None or composed.which.tolist() == known
+        assert composed.names == [listed[i] for i in known]
+        its = composed.composition
+        assert list(its.members) == [found[i] for i in known]
+        assert its.rows.tolist() == [rows[i] for i in known]
+        assert its.owners.tolist() == [m.owner for m in its.members]
+        assert its.identities.tolist() == [m.identity for m in its.members]
+        # What was made before stays as it was.
+        for rows_before, was in last[-3:]:
+            assert rows_before.tolist() == was
+        last.append((composed.rows, rows))
 
 
 def test_a_batch_that_the_model_reads_elsewhere_is_read_there() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress, repeat
+from operator import ne
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kv_canary.engines.vllm.pools import AttachedGroup
@@ -85,6 +88,23 @@ def numbers(count: int) -> Int64s:
     return found
 
 
+def _extend(names: Sequence[str], scheduled: Any, places: Mapping[str, int]) -> Int64s:
+    """Return int64 new tokens of a step's requests, in the order of their names: most have one.
+
+    Args:
+        names: of the requests.
+        scheduled: vLLM's `SchedulerOutput`.
+        places: of the requests, by name.
+    """
+    of = scheduled.num_scheduled_tokens
+    if len(of) != len(names):
+        return by_name(names, of)
+    extend = np.ones(len(names), np.int64)
+    for name in compress(of, map(ne, of.values(), repeat(1))):
+        extend[places[name]] = of[name]
+    return extend
+
+
 class _Runner:
     """What is read of a model runner.
 
@@ -96,6 +116,21 @@ class _Runner:
     def __init__(self, runner: Any, groups: Sequence[AttachedGroup]) -> None:
         self._runner, self._groups = runner, groups
 
+    def decode(self, scheduled: Any, batch: Any) -> tuple[Sequence[str], npt.NDArray[np.integer[Any]]] | None:
+        """Return whose one token each the step that is about to run is of, and their prefixes, to be read only.
+
+        None where it is another one, or the model reads something else than what is `given`.
+
+        Args:
+            scheduled, batch: see `read`.
+        """
+        raise NotImplementedError
+
+    @property
+    def given(self) -> ModelInputs:
+        """What every forward reads, where it reads it."""
+        raise NotImplementedError
+
 
 class RunnerV1(_Runner):
     """Reads model runner V1, whose rows move from step to step."""
@@ -105,6 +140,15 @@ class RunnerV1(_Runner):
         """int32 [requests, blocks] by group, where the attention backend reads them."""
         tables = self._runner.input_batch.block_table
         return {g.group.name: tables[g.number].block_table.gpu for g in self._groups}
+
+    def decode(self, scheduled: Any, _: Any = None) -> tuple[Sequence[str], npt.NDArray[np.integer[Any]]] | None:
+        """Return whose decode it is, and their prefixes; see `_Runner`."""
+        batch = self._runner.input_batch
+        names = batch.req_ids
+        count = len(names)
+        if scheduled.total_num_scheduled_tokens != count:
+            return None
+        return names, batch.num_computed_tokens_cpu[:count]
 
     def read(self, scheduled: Any, _: Any = None) -> StepInputs:
         """Return the inputs of the step that is about to run.
@@ -119,12 +163,12 @@ class RunnerV1(_Runner):
         return StepInputs(
             names=names,
             prefix=batch.num_computed_tokens_cpu[:count].astype(np.int64),
-            extend=one_each(count) if is_decode else by_name(names, scheduled.num_scheduled_tokens),
-            given=self._given,
+            extend=one_each(count) if is_decode else _extend(names, scheduled, batch.req_id_to_index),
+            given=self.given,
         )
 
     @functools.cached_property
-    def _given(self) -> ModelInputs:
+    def given(self) -> ModelInputs:
         """What every forward reads, where it reads it."""
         runner = self._runner
         tables = runner.input_batch.block_table
@@ -145,6 +189,13 @@ class RunnerV2(_Runner):
         """int32 [requests, blocks] by group, where the attention backend reads them."""
         return {g.group.name: self._runner.block_tables.input_block_tables[g.number] for g in self._groups}
 
+    def decode(self, scheduled: Any, batch: Any) -> tuple[Sequence[str], npt.NDArray[np.integer[Any]]] | None:
+        """Return whose decode it is, and their prefixes; see `_Runner`."""
+        count = batch.num_reqs
+        if batch.num_tokens != count or not self._is_given(batch):
+            return None
+        return batch.req_ids, batch.num_computed_tokens_np[:count]
+
     def read(self, scheduled: Any, batch: Any) -> StepInputs:
         """Return the inputs of the step that is about to run.
 
@@ -159,18 +210,27 @@ class RunnerV2(_Runner):
         extend = one_each(count) if tokens == count else batch.num_scheduled_tokens.astype(np.int64)
         if int(extend.sum()) != tokens:
             raise ValueError(f"kv-canary: vllm adapter: tokens must be {int(extend.sum())}, as scheduled, got {tokens}")
-        given = self._given
-        theirs = batch.input_ids, batch.positions, batch.seq_lens
-        if any(a.data_ptr() != b.data_ptr() for a, b in zip(theirs, self._of_batches, strict=True)):
+        given = self.given
+        if not self._is_given(batch):
             # The model reads others than those of the runner.
-            of_batch = dict(zip(("input_ids", "positions", "lengths"), theirs, strict=True))
-            given = replace(given, **of_batch, stays=False)
+            given = replace(
+                given, input_ids=batch.input_ids, positions=batch.positions, lengths=batch.seq_lens, stays=False
+            )
         return StepInputs(
             names=batch.req_ids,
             prefix=batch.num_computed_tokens_np[:count].astype(np.int64),
             extend=extend,
             given=given,
         )
+
+    def _is_given(self, batch: Any) -> bool:
+        """Whether a batch has the front of what every forward reads."""
+        theirs = batch.input_ids.data_ptr(), batch.positions.data_ptr(), batch.seq_lens.data_ptr()
+        return theirs == self._addresses
+
+    @functools.cached_property
+    def _addresses(self) -> tuple[int, ...]:
+        return tuple(tensor.data_ptr() for tensor in self._of_batches)
 
     @functools.cached_property
     def _of_batches(self) -> tuple[torch.Tensor, ...]:
@@ -179,7 +239,7 @@ class RunnerV2(_Runner):
         return buffers.input_ids, buffers.positions, buffers.seq_lens
 
     @functools.cached_property
-    def _given(self) -> ModelInputs:
+    def given(self) -> ModelInputs:
         """What every forward reads, where it reads it."""
         (input_ids, positions, lengths), slots = self._of_batches, self._runner.block_tables.slot_mappings
         return ModelInputs(

@@ -10,8 +10,8 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Sequence
-from itertools import compress, count, repeat
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, compress, count, repeat
 from operator import is_not
 from typing import Any
 
@@ -22,7 +22,7 @@ from kv_canary.config import CanaryConfig
 from kv_canary.engines.ending import at_exit
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.vllm import hooks, offload, pools, support, writes
-from kv_canary.engines.vllm.blocks import Blocks, slots_of
+from kv_canary.engines.vllm.blocks import Blocks, Freed, slots_of, together
 from kv_canary.engines.vllm.inputs import RunnerV1, RunnerV2, StepInputs, numbers
 from kv_canary.engines.vllm.requests import Composed, Member, Requests, identity_of, with_images
 from kv_canary.engines.vllm.results import Once
@@ -32,7 +32,7 @@ from kv_canary.output import logger
 from kv_canary.reports import CanaryViolationError
 from kv_canary.runtime.batch import ForwardBatch, ModelInputs
 from kv_canary.runtime.capacities import CanaryLimits
-from kv_canary.runtime.composition import BatchRequests, Int64s
+from kv_canary.runtime.composition import BatchRequests, Int64s, one_each
 from kv_canary.runtime.forward import SingleForwardManager
 from kv_canary.runtime.guard import Contained
 from kv_canary.runtime.host import send
@@ -42,6 +42,10 @@ from kv_canary.settings import is_asked_for
 
 # How many steps behind one that something was brought for the scheduler may say that it did not come.
 _DISCARDS_WITHIN = 3
+# Requests that are told apart in what is freed before a step: each is launches of its own.
+_MOST_FREERS = 4
+# What is told where nobody tells anything.
+_NOTHING_TOLD = Told()
 # By the worker; a process has one, but for tests.
 _sessions: dict[int, Session] = {}
 
@@ -159,9 +163,14 @@ class Session:
         # Whether something of what was sampled could not be taken in, by a thread of the engine's.
         self._has_missed = False
         # Parts of every step. What is made in them is only read; what keeps tensors is a part of its own inside.
-        self._takes, self._begins, self._follows = (
+        self._samples, self._takes, self._begins, self._follows = (
             self.manager.guard.contain(part, allocates=False)
-            for part in ("taking in what was sampled", "following the scheduler's step", "following a forward")
+            for part in (
+                "taking in what was sampled",
+                "taking in what was sampled",
+                "following the scheduler's step",
+                "following a forward",
+            )
         )
         # Whether the scheduler has told what only it knows, and whether it must: where KV comes from outside.
         self._is_told = support.has_connector(worker)
@@ -177,8 +186,10 @@ class Session:
         self._watched: SingleForwardManager | None = None
         # What its model reads, where all of it lies there at every forward.
         self._given: ModelInputs | None = None
-        # The requests of the last forward.
+        # The requests of the last forward; and those that it was of, where a decode of them may be taken to go on from
+        # it without another look at each.
         self._last: BatchRequests | None = None
+        self._steady: Composed | None = None
         # Whether the model may run from CUDA graphs.
         self._has_graphs = support.has_graphs(worker)
         # How many of each prefix's last tokens the step itself writes; None: none of any.
@@ -292,10 +303,11 @@ class Session:
     def _sample_tokens(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Called around `Worker.sample_tokens`."""
         result = original(*args, **kwargs)
-        with self._contain("taking in what was sampled") as part:
+        with self._samples as part:
             self._take_result(result)
         self._has_missed |= part.failed
-        self._follow_draft()
+        if self._draft is not None:
+            self._follow_draft()
         return result
 
     def _propose(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -351,12 +363,17 @@ class Session:
             return
         watched = self._target
         with self._follows as part:
-            inputs = self._known(self._reader.read(scheduled, batch))
-            if inputs is None:
-                return
-            inputs, requests = self._with_images(inputs), self._requests(inputs)
+            inputs, requests = None, self._going_on(scheduled, batch)
+            if requests is None:
+                inputs = self._known(self._reader.read(scheduled, batch))
+                if inputs is None:
+                    return
+                inputs = self._with_images(inputs)
+                requests = self._requests(inputs)
+            given = self._reader.given if inputs is None else inputs.given
             try:
-                if not self._repeat(requests, inputs):
+                if not self._repeat(requests, given):
+                    inputs = inputs or _inputs_of(requests, given)
                     described = self._described(requests, inputs)
                     self._to_draft = self._to_be_drafted(described, inputs)
                     watched.begin(described)
@@ -364,11 +381,11 @@ class Session:
             except BaseException:
                 watched.abort()
                 raise
-            self._watched, self._given = watched, inputs.given if inputs.given.stays else None
+            self._watched, self._given = watched, given if given.stays else None
         if part.failed:
             self._forget()
             # What it samples is nobody's.
-            self._composed = None
+            self._composed = self._steady = None
             self.requests.lose(scheduled.num_scheduled_tokens)
 
     def after(self) -> None:
@@ -489,22 +506,22 @@ class Session:
     def _begin_step(self, scheduled: Any) -> None:
         """Take in what the scheduler says of a step: who has come and gone, and whose blocks are whose."""
         self._composed = None
-        self._both.close()
+        if self._draft is not None:
+            self._both.close()
         if self.off:
             return
         self._scheduled = scheduled
         with self._takes as part:
             if self.offload is not None:
                 self.offload.settle()
-            # That of the step under way is not there yet.
-            self._read_results(keep=1 if self._is_async else 0)
+            if self._unread:
+                # That of the step under way is not there yet.
+                self._read_results(keep=1 if self._is_async else 0)
             self.requests.take()
         with self._begins as step:
             self._blocks.begin_step()
-            for name in scheduled.finished_req_ids:
-                self._leave(self.requests.end(name), is_over=True)
-            for name in scheduled.preempted_req_ids or ():
-                self._leave(self.requests.pause(name), is_over=False)
+            if scheduled.finished_req_ids or scheduled.preempted_req_ids:
+                self._leave(scheduled.finished_req_ids, scheduled.preempted_req_ids or ())
             told = self._told(scheduled)
             if self._may_discard:
                 self._discard(scheduled.scheduled_cached_reqs)
@@ -513,9 +530,11 @@ class Session:
             self._go_on(scheduled.scheduled_cached_reqs, told)
             for coming in told.coming.values():
                 self._blocks.promise(coming.blocks, coming.start)
-            self._hand_out(scheduled.kv_cache_block_copies or ())
-            arrived, self._brought = self._brought, []
-            self._adopt(arrived)
+            if self._blocks.handed_out or scheduled.kv_cache_block_copies:
+                self._hand_out(scheduled.kv_cache_block_copies or ())
+            if self._brought:
+                arrived, self._brought = self._brought, []
+                self._adopt(arrived)
         if step.failed or part.failed or self._has_missed:
             # Who is running has text or blocks that nobody knows, and is left out until it ends.
             self._has_missed = False
@@ -537,7 +556,7 @@ class Session:
             expected = "sent with every step (salts, and what connectors bring)"
             raise RuntimeError(must_be("vllm adapter", "what the scheduler knows", expected, "nothing"))
         self._is_told |= found is not None
-        return found or Told()
+        return found or _NOTHING_TOLD
 
     def _admit(self, new: Any, told: Told) -> None:
         tokens = new.prompt_token_ids if new.prefill_token_ids is None else new.prefill_token_ids
@@ -554,6 +573,7 @@ class Session:
         if not resumed and new.count(None) == len(new):
             return
         changed = range(len(new)) if resumed else compress(count(), map(is_not, new, repeat(None)))
+        rows, more = list[int](), list[Sequence[Sequence[int]]]()
         for i in changed:
             blocks = new[i]
             member = self.requests.find(names[i])
@@ -564,7 +584,9 @@ class Session:
                 self.requests.resume(names[i], cached.all_token_ids.get(names[i]))
                 self._place(member, blocks, cached.num_computed_tokens[i], told)
             elif blocks is not None:
-                self._blocks.append(member.row, blocks)
+                rows.append(member.row)
+                more.append(blocks)
+        self._blocks.append_each(rows, more)
 
     def _place(self, member: Member, blocks: Sequence[Sequence[int]], computed: int, told: Told) -> None:
         """Take in the blocks of a request that begins, or goes on after a break, and what was brought into them."""
@@ -622,34 +644,76 @@ class Session:
                     for group in self.groups:
                         self.manager.unverify(group.group.pool, slots[group.number])
 
-    def _leave(self, member: Member | None, *, is_over: bool) -> None:
-        """Take in that a request has given its blocks back, for good or for a while."""
-        if member is None or not member.row:
-            return
-        self.manager.row_ended(member.row)
-        freed = self._blocks.end(member.row)
-        if is_over and self.manager.completes and any(map(len, freed.slots.values())):
-            self.manager.complete(member.name, {g.group.name: freed.slots[g.number] for g in self.groups})
-        for group in self.groups:
-            if len(slots := freed.unreachable[group.number]):
-                self.manager.retire(group.group.pool, slots, owner=member.owner)
-        self.requests.let_go(member)
+    def _leave(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
+        """Take in which requests have given their blocks back, for good or for a while."""
+        requests, completes, left = self.requests, self.manager.completes, list[tuple[int, Freed]]()
+        for name, is_over in chain(zip(finished, repeat(True)), zip(preempted, repeat(False))):
+            member = requests.end(name) if is_over else requests.pause(name)
+            if member is None or not member.row:
+                continue
+            self.manager.row_ended(member.row)
+            lists = is_over and completes
+            freed = self._blocks.end(member.row, lists=lists)
+            if lists and any(map(len, freed.slots.values())):
+                self.manager.complete(member.name, {g.group.name: freed.slots[g.number] for g in self.groups})
+            left.append((member.owner, freed))
+            requests.let_go(member)
+        if len(left) > _MOST_FREERS:
+            left = [(0, together(freed for _, freed in left))]
+        for owner, freed in left:
+            for group in self.groups:
+                if len(slots := freed.unreachable[group.number]):
+                    self.manager.retire(group.group.pool, slots, owner=owner)
 
     def _hand_out(self, copies: Sequence[Any]) -> None:
         """Take in blocks that were handed out, in whatever group they have been before, and blocks that are copied."""
-        for _, slots in self._blocks.take_fresh():
+        # Of most blocks nothing is left that could be retired; it is where not all that was written was followed.
+        for _, slots in self._blocks.take_fresh(only_recorded=self.manager.unverified.is_clean):
             for pool in self.manager.pools:
                 self.manager.retire(pool, slots)
         for group, slots, row in self._blocks.take_handed_out_twice():
             # Again, so that who reads it is told whose it is now.
             self.manager.retire(group.group.pool, slots, owner=self.requests.owner_of(row), handed_out=True)
         for copied in copies:
+            self._blocks.copied_to(copied.dst_block_id)
             for group in self.groups:
                 src, dst = (
                     torch.from_numpy(slots_of(numbers(block + 1)[block:], group.block_size))
                     for block in (copied.src_block_id, copied.dst_block_id)
                 )
                 self.manager.move(group.group.pool, src, dst, owner=0)
+
+    def _going_on(self, scheduled: Any, batch: Any) -> BatchRequests | None:
+        """Return the requests of a decode, each one token behind where the last forward has left it.
+
+        None where it is not known to be one of the very requests of that forward. Whoever has come since, or has been
+        brought something, makes them others.
+
+        Args:
+            scheduled: vLLM's `SchedulerOutput`.
+            batch: V2's `InputBatch`.
+        """
+        last, steady = self._last, self._steady
+        if last is None or steady is None or scheduled.scheduled_spec_decode_tokens:
+            return None
+        decode = self._reader.decode(scheduled, batch)
+        if decode is None or self.requests.compose(decode[0]) is not steady:
+            return None
+        ends = last.ends
+        if not np.logical_and.reduce(decode[1] == ends):
+            return None
+        newest = self.requests.newest_of(last.rows, ends)
+        if newest is None:
+            return None
+        if last.num_tokens == len(ends) and last.pending is None:
+            requests = last.following(newest)
+        else:
+            requests = BatchRequests(
+                last.composition, prefix=ends, extend=one_each(len(ends)), newest=newest, table_rows=last.table_rows
+            )
+        self._composed, self._pending_tokens, self._is_whole, self._last = steady, None, True, requests
+        self._blocks.went(requests.rows, requests.ends)
+        return requests
 
     def _known(self, inputs: StepInputs) -> StepInputs | None:
         """Return the inputs of the requests that can be described; None where there are none.
@@ -718,29 +782,35 @@ class Session:
             raise RuntimeError("kv-canary: vllm adapter: requests must be composed, got none")
         rows = composed.composition.rows
         newest = self.requests.newest_of(rows, prefix, are_known=True)
-        drafts = bool(self._scheduled.scheduled_spec_decode_tokens)
-        requests, last = None, self._last
-        if last is not None and last.composition is composed.composition and newest is not None and not drafts:
-            one_each = len(last) == last.num_tokens and inputs.extend is last.extend
-            if one_each and last.pending is None and pending is None and np.array_equal(last.ends, prefix):
-                requests = last.following(newest)
-        self._last = requests = requests or BatchRequests(
+        if newest is None and len(prefix) < np.add.reduce(inputs.extend):
+            # Beside a prompt's beginning, before which there is none, and nobody asks for it.
+            newest = self.requests.before(rows, prefix)
+        self._last = requests = BatchRequests(
             composed.composition,
             prefix=prefix,
             extend=inputs.extend,
             pending=pending if pending is not None and pending.any() else None,
             newest=newest,
             table_rows=numbers(len(rows)) if composed.which is None else composed.which,
-            drafts=drafts,
+            drafts=bool(self._scheduled.scheduled_spec_decode_tokens),
         )
-        self._blocks.ends[rows] = requests.ends
+        ends = requests.ends
+        self._blocks.went(rows, ends)
+        is_plain = composed.which is None and self._draft is None and not (self._waits or requests.drafts)
+        # What is told apart in a request's own tokens is copied.
+        shows = self.requests.has_shown and bool((self.requests.shown[rows] > ends).any())
+        self._steady = composed if is_plain and not shows else None
         return requests
 
-    def _repeat(self, requests: BatchRequests, inputs: StepInputs) -> bool:
+    def _repeat(self, requests: BatchRequests, given: ModelInputs) -> bool:
         """Begin a decode that is like the last one but for its lengths, and run HEAD; False: it is not known to be."""
-        if self._draft is not None or requests.drafts or not inputs.given.stays:
+        if self._draft is not None or requests.drafts or not given.stays:
             return False
-        return self._target.repeat(requests, out_slots=lambda: self._slots_of(inputs, is_draft=False))
+
+        def written() -> dict[str, torch.Tensor]:
+            return self._slots_of(_inputs_of(requests, given), is_draft=False)
+
+        return self._target.repeat(requests, out_slots=written)
 
     def _described(self, requests: BatchRequests, inputs: StepInputs) -> ForwardBatch:
         """Return a forward of requests that are known."""
@@ -831,6 +901,12 @@ class Session:
         """Ask for results that nobody else asks for on this rank, or not in time, but for the last `keep`."""
         while len(self._unread) > keep:
             self._unread.pop(0).read()
+
+
+def _inputs_of(requests: BatchRequests, given: ModelInputs) -> StepInputs:
+    """Return the inputs of a forward of known requests."""
+    names = [member.name for member in requests.composition.members]
+    return StepInputs(names=names, prefix=requests.prefix, extend=requests.extend, given=given)
 
 
 class _Connector:
