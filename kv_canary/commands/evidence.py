@@ -36,7 +36,10 @@ SGLANG = (*RUNTIME, "kv_canary/engines/sglang", _PATCHES)
 VLLM = (*RUNTIME, "kv_canary/engines/vllm", _PATCHES)
 TRANSFORMERS = (
     *RUNTIME,
-    *(f"kv_canary/engines/transformers{part}.py" for part in ("", "_base", "_layouts", "_requests", "_session")),
+    *(
+        f"kv_canary/engines/transformers{part}.py"
+        for part in ("", "_base", "_layouts", "_requests", "_session", "_tables")
+    ),
     _PATCHES,
 )
 OPS = ("kernels", "reference", "kv_canary/specs", "kv_canary/ops.py", "kv_canary/backends.py")
@@ -125,7 +128,7 @@ KINDS = {
     ),
     "adapters_host": Evidence(
         files=("adapters_host.json",),
-        sources=(*VLLM, "kv_canary/engines/sglang", "bench/adapters.py"),
+        sources=tuple(dict.fromkeys((*VLLM, *TRANSFORMERS, "kv_canary/engines/sglang", "bench/adapters.py"))),
         command="kv-canary bench adapters --engine ENGINE --json FILE, in the environment of each engine",
     ),
     "engine_cost": Evidence(
