@@ -25,7 +25,8 @@ _CYCLES_PER_MS = 2_000_000
 class ForwardTimes:
     """One forward: when what began and ended, by name, first by the host's clock in ns, and by event on the device.
 
-    Names are "start" and "stop" for the engine's call, and for each phase of the canary "<phase> begins" and "ends".
+    Names are "start" and "stop" for the engine's call, and for each phase of the canary "<phase> begins" and "ends". A
+    forward that is repeated is begun in the call that runs HEAD: all of that counts as HEAD.
 
     Args:
         decode: whether it had one new token a request.
@@ -87,6 +88,7 @@ class Watch:
             forward = self._engine.canary.manager.forward()
             for name in PHASES:
                 patches.wrap(forward, name, self._phase(name))
+            patches.wrap(forward, "repeat", self._repeat)
         return self
 
     def __exit__(
@@ -116,11 +118,25 @@ class Watch:
             self._mark(f"{name} begins")
             result = original(*args, **kwargs)
             self._mark(f"{name} ends")
-            if name == "head" and self._now is not None and self._stream is not None:
-                self._now.held = not self._now.events["start"].query()
+            if name == "head":
+                self._see_whether_held()
             return result
 
         return timed
+
+    def _repeat(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for name in ("begin begins", "begin ends", "head begins"):
+            self._mark(name)
+        result = original(*args, **kwargs)
+        # Where it is not repeated, `begin` and `head` come now, with marks of their own.
+        if result:
+            self._mark("head ends")
+            self._see_whether_held()
+        return result
+
+    def _see_whether_held(self) -> None:
+        if self._now is not None and self._stream is not None:
+            self._now.held = not self._now.events["start"].query()
 
     def _mark(self, name: str) -> None:
         if self._now is None:
