@@ -46,6 +46,9 @@ from kv_canary.runtime.manager import CanaryManager
 from kv_canary.runtime.pools import KvPool
 from kv_canary.runtime.rows import RowTable
 
+# Requests that are told apart in what is freed between two forwards: each is launches of its own.
+_MOST_FREERS = 4
+
 
 class Session:
     """The canary of one batch processor and its cache.
@@ -355,9 +358,9 @@ class Session:
         """Hold what ended requests rested on against its seals, before its slots are retired."""
         ended, self._ended = self._ended, []
         with self._contained("completing requests"), self._on_stream():
+            sent = iter(send(self.manager.device, *(its.numpy() for _, slots in ended for its in slots.values())))
             for request_id, slots in ended:
-                sent = send(self.manager.device, *(its.tolist() for its in slots.values()))
-                self.manager.complete(request_id, dict(zip(slots, sent, strict=True)))
+                self.manager.complete(request_id, {name: next(sent) for name in slots})
 
     def _retire_freed(self) -> None:
         if self._ended:
@@ -366,8 +369,13 @@ class Session:
             return
         freed, self._freed = self._freed, {}
         with self._contained("following what was freed") as failing, self._on_stream():
-            for (pool, owner), parts in freed.items():
-                (slots,) = send(self.manager.device, torch.cat(parts).tolist())
+            if len({owner for _, owner in freed}) > _MOST_FREERS:
+                together: dict[tuple[KvPool, int], list[torch.Tensor]] = {}
+                for (pool, _), parts in freed.items():
+                    together.setdefault((pool, 0), []).extend(parts)
+                freed = together
+            sent = send(self.manager.device, *(torch.cat(parts).numpy() for parts in freed.values()))
+            for (pool, owner), slots in zip(freed, sent, strict=True):
                 self.manager.retire(pool, slots, owner=owner)
         if failing.failed:
             self._forget_records()

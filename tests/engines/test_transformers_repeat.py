@@ -331,3 +331,42 @@ def test_what_forwards_have_written_is_known_of_each_request_until_it_is_let_go_
     assert [written.of(name) for name in ("a", "b")] == [7, 3]
     written.clear()
     assert [written.of(name) for name in ("a", "b")] == [0, 0]
+
+
+def test_requests_that_end_together_are_sent_and_retired_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kv_canary.engines import transformers_session
+    from kv_canary.runtime.manager import CanaryManager
+
+    sent, retired, completed = list[int](), list[int](), list[str]()
+    send, retire, complete = transformers_session.send, CanaryManager.retire, CanaryManager.complete
+
+    def counted_send(device: torch.device, *columns: Any) -> Any:
+        sent.append(len(columns))
+        return send(device, *columns)
+
+    def counted_retire(self: CanaryManager, pool: Any, slots: torch.Tensor, *, owner: int = 0, **more: Any) -> None:
+        retired.append(owner)
+        retire(self, pool, slots, owner=owner, **more)
+
+    def counted_complete(self: CanaryManager, request_id: str, slots: Any) -> None:
+        completed.append(request_id)
+        complete(self, request_id, slots)
+
+    monkeypatch.setattr(transformers_session, "send", counted_send)
+    monkeypatch.setattr(CanaryManager, "retire", counted_retire)
+    monkeypatch.setattr(CanaryManager, "complete", counted_complete)
+
+    def scenario(run: Run) -> None:
+        run.server.run(Prompts().of_lengths(*[3] * 6), new_tokens=4)
+        retired.append(-1)
+        # Two, which are told apart.
+        run.server.run(Prompts(2).of_lengths(PAGE, PAGE), new_tokens=4)
+        run.server.run(Prompts(3).of_lengths(3), new_tokens=2)
+
+    run_clean(monkeypatch, "llama", scenario, config=kv_canary.CanaryConfig(backend="reference", seals="layer"))
+    assert len(completed) == len(set(completed)) == 9
+    # All six ends in one message to the device, and what they have freed in one launch.
+    assert max(sent) >= 6
+    many, few = retired[: retired.index(-1)], retired[retired.index(-1) + 1 :]
+    assert not any(many)
+    assert len(few) >= len({owner for owner in few if owner}) >= 2
