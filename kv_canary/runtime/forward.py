@@ -118,7 +118,7 @@ class SingleForwardManager:
             for number, g in enumerate(groups)
         ]
         self._shape = Shape()
-        self._new_tokens = 0
+        self._num_requests = self._new_tokens = 0
         self._tails_status = torch.zeros(1, dtype=torch.int32, device=context.device)
         # A captured graph keeps the addresses of the buffers.
         self._sizes_are_final = False
@@ -374,7 +374,8 @@ class SingleForwardManager:
             if not repetition.begin(requests, behind):
                 return False
             self._repetition, self._written, self._captured, self._is_late = repetition, out_slots, None, is_late
-            self._batch, self._advance, self._ahead = repetition.batch, repetition.advance, repetition.ahead
+            self._batch, self._num_requests = repetition.batch_of(requests), len(requests.rows)
+            self._advance, self._ahead = repetition.advance, repetition.ahead
             self._rows_at_head, self._rows_at_tail = requests.rows, None if is_decode else requests.rows
             self._shape, self._new_tokens, self._phase = repetition.shape, requests.num_tokens, Phase.BEGUN
             self._inputs.read_from(repetition.numbers, repetition.given)
@@ -472,7 +473,7 @@ class SingleForwardManager:
     def _prepare(self, batch: ForwardBatch, captured: CapturedForward | None, *, strides: Int64s) -> None:
         """Copy everything that HEAD and TAIL read from the host."""
         context, requests = self.context, batch.arrays
-        self._new_tokens = requests.num_tokens
+        self._num_requests, self._new_tokens = len(requests), requests.num_tokens
         expected = batch.expected_input_ids
         if expected is None and context.config.check_inputs:
             expected = context.oracle.expected(requests, offset=self.groups[0].token_offset)
@@ -885,7 +886,7 @@ class SingleForwardManager:
         if given is None or not given.is_in_place:
             self._take_inputs(batch if given is None else given)
             return
-        needed = len(batch.arrays), self._new_tokens
+        needed = self._num_requests, self._new_tokens
         for what, least, room in zip(("requests", "tokens"), needed, given.room, strict=True):
             if room < least:
                 expected = f"of at least {least} {what}"

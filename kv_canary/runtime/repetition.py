@@ -61,7 +61,7 @@ class Repetition(ABC):
         forward: whose steps they are.
         replays: runs the launches.
         numbers: the places of what is sent.
-        batch: a batch of such a forward.
+        batch: a batch of such a forward, whose requests are let go.
         given: what the model reads, in place; None: it is copied.
         shape: of the launches.
         launches: of each group.
@@ -89,7 +89,9 @@ class Repetition(ABC):
         head: Launch,
         tail: Launch,
     ) -> None:
-        self.batch, self.given, self.shape, self.numbers = batch, given, shape, numbers
+        # The engine's own objects would live for as long as the launches.
+        self.batch = dataclasses.replace(batch, requests=BatchRequests.of(()))
+        self.given, self.shape, self.numbers = given, shape, numbers
         self.advance, self.ahead = advance, ahead
         self._steps, self._forward, self._state = steps, forward, context.state
         self._laps = [Lap(replays, numbers.whole, steps.new_sheet(), head=head, tail=tail) for _ in range(_LAPS)]
@@ -100,6 +102,10 @@ class Repetition(ABC):
         self._memory = [(x, x.table, x.made) for x in launches]
         self._full = [x.room for x in launches if not x.group.window]
         self._windowed = [x for x in launches if x.group.window]
+
+    def batch_of(self, requests: BatchRequests) -> ForwardBatch:
+        """Return the batch of a forward that has begun, with its requests where anybody looks at them."""
+        return dataclasses.replace(self.batch, requests=requests) if self._steps.shows_forwards else self.batch
 
     @property
     def sheet(self) -> Sheet:
@@ -198,8 +204,6 @@ class Decodes(Repetition):
                 if strides is not lap.strides:
                     begin = at["strides"]
                     sent[begin : begin + count], lap.strides = strides, strides
-            if steps.shows_forwards:
-                self.batch = dataclasses.replace(self.batch, requests=requests)
         except BaseException:
             self._give_up(requests)
             raise

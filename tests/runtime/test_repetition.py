@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any
@@ -497,6 +499,27 @@ def test_a_failure_inside_a_repeated_prefill_goes_by_unwatched_and_no_further(
     spoil(engine, position=engine.cached[2] - 2)
     engine.decode(2)
     assert {r.reasons for r in engine.manager.reports} == {("K",)}
+
+
+class Member(list[int]):
+    """A text that can be seen to be gone."""
+
+
+def test_what_is_kept_for_repetition_keeps_no_request_alive() -> None:
+    engine = Decoder(repeats=True)
+    engine.admit(text(10, 500), Member(text(1000, 500)))
+    gone = weakref.ref(engine.texts[2])
+    for _ in range(3):
+        engine.prefill({1: 8, 2: 8})
+        engine.decode(3)
+    assert engine.prefilled
+    assert engine.repeated
+    engine.finish(2)
+    # As many steps as are remembered, and more.
+    engine.decode(80)
+    engine.manager.flush()
+    gc.collect()
+    assert gone() is None
 
 
 def test_raise_mode_raises_before_the_repetition_begins() -> None:
