@@ -361,11 +361,10 @@ class SingleForwardManager:
             behind = None if is_decode else self.context.state.behind(requests)
             if is_decode:
                 repetition = _valid_one(self._decodes, self._rounded(len(requests.rows)))
-            elif behind is None:
+            elif behind is None or (missing := _num_missing(requests, behind)) > MOST_REPLAYED:
                 return False
             else:
-                size = self._sizes_of(requests, missing=_num_missing(requests, behind), is_late=is_late)
-                repetition = _valid_one(self._forwards, size)
+                repetition = _valid_one(self._forwards, self._sizes_of(requests, missing=missing, is_late=is_late))
             if repetition is None:
                 return False
             # What follows on numbers that were right, is.

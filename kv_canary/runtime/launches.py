@@ -183,7 +183,8 @@ class ForwardInputs:
     def read_from(self, numbers: PostedNumbers, in_place: ModelInputs | None) -> None:
         """Let launches read what lies in other places, as it did when it was posted, and what the model is given."""
         self.in_place = in_place
-        if numbers.views is not self._posted:
+        # Columns of other names may lie in the same places.
+        if numbers.views is not self._posted or numbers.names != self._names:
             self._posted, self._names = numbers.views, numbers.names
             self._find(numbers.views)
         self._state.take_step(self.step)

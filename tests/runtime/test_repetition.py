@@ -106,7 +106,7 @@ class Decoder:
 
     def compose(self) -> None:
         rows = np.array(list(self.texts), np.int64)
-        owners = np.array([text[0] for text in self.texts.values()], np.int64)
+        owners = np.array([text[-1] for text in self.texts.values()], np.int64)
         self.composition = Composition(list(self.texts.values()), rows=rows, owners=owners, source=SOURCE)
 
     def requests(self, extends: Mapping[int, int] | None = None) -> BatchRequests:
@@ -501,6 +501,36 @@ def test_a_failure_inside_a_repeated_prefill_goes_by_unwatched_and_no_further(
     assert {r.reasons for r in engine.manager.reports} == {("K",)}
 
 
+def test_a_longer_prefix_than_is_brought_up_at_once_is_no_repetition(
+    rounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("forward", "device_state"):
+        monkeypatch.setattr(f"kv_canary.runtime.{module}.MOST_REPLAYED", 16)
+    engines = [Decoder(repeats=repeats) for repeats in (False, True)]
+    prefilled = list[int]()
+    for engine in engines:
+        engine.admit(text(10))
+        engine.prefill({1: 60})
+        shared = engine.tables["g0"][1, :60].clone()
+        # The last one has more in the cache than fits where those before it had theirs.
+        for hit in (9, 12, 11, 14, 50):
+            prefilled.append(engine.prefilled)
+            engine.admit([*text(10, hit), *text(1000 * hit, 100)])
+            engine.cached[2] = hit
+            engine.tables["g0"][2, :hit] = shared[:hit]
+            engine.prefill({1: 1, 2: 9})
+            engine.decode()
+            engine.finish(2)
+            engine.manager.row_ended(2)
+    anew, repeated = engines
+    assert repeated.prefilled == prefilled[-1]
+    assert (repeated.prefilled > 0) == rounds
+    first, second = anew.leavings(), repeated.leavings()
+    assert {name for name in first if not torch.equal(first[name], second[name])} == set()
+    assert repeated.manager.summary() == anew.manager.summary()
+    assert repeated.manager.summary().violations == 0
+
+
 class Member(list[int]):
     """A text that can be seen to be gone."""
 
@@ -554,7 +584,7 @@ def refusals() -> Iterator[tuple[str, Callable[[Decoder], Any]]]:
     yield "marked slots", lambda e: e.manager.unverify(e.manager.pools[0], torch.tensor([400]))
     yield "all slots to be marked", lambda e: e.manager.unverified.forget_all(e.manager.pools[0])
     yield "a row whose tail is not known", lambda e: e.manager.state.forget(np.array([1]))
-    yield "an owner whose text may be another", lambda e: e.manager.state.forget_owner(1000)
+    yield "an owner whose text may be another", lambda e: e.manager.state.forget_owner(1499)
     yield "a table of tokens that was moved", move_tokens
     yield "faults to inject", lambda e: setattr(e.manager, "perturber", Perturber())
 
