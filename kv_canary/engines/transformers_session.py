@@ -40,14 +40,12 @@ from kv_canary.runtime.batch import ForwardBatch
 from kv_canary.runtime.cached import CachedSlots
 from kv_canary.runtime.capacities import CanaryLimits
 from kv_canary.runtime.composition import BatchRequests
+from kv_canary.runtime.frees import MOST_FREERS
 from kv_canary.runtime.guard import Contained
 from kv_canary.runtime.host import send
 from kv_canary.runtime.manager import CanaryManager
 from kv_canary.runtime.pools import KvPool
 from kv_canary.runtime.rows import RowTable
-
-# Requests that are told apart in what is freed between two forwards: each is launches of its own.
-_MOST_FREERS = 4
 
 
 class Session:
@@ -369,7 +367,7 @@ class Session:
             return
         freed, self._freed = self._freed, {}
         with self._contained("following what was freed") as failing, self._on_stream():
-            if len({owner for _, owner in freed}) > _MOST_FREERS:
+            if len({owner for _, owner in freed}) > MOST_FREERS:
                 together: dict[tuple[KvPool, int], list[torch.Tensor]] = {}
                 for (pool, _), parts in freed.items():
                     together.setdefault((pool, 0), []).extend(parts)

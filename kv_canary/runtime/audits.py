@@ -93,13 +93,22 @@ class Audits:
             return parts
         marks = self._marks[pool]
         named = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to(torch.int64)
-        inside = torch.where((named > 0) & (named < len(marks)), named, 0)
-        return (torch.where(marks[inside], 0, named),)
+        return (torch.where(marks[_inside(named, marks)], 0, named),)
 
     def _forget_what_came(self, pool: KvPool) -> None:
         _, slots = self._came.pop(pool, (-1, []))
         for its in slots:
             self._marks[pool].index_fill_(0, its, 0)
+
+    def _note_what_came(self, pool: KvPool, slots: torch.Tensor) -> None:
+        """Mark int64 slots that have been looked at as they came: who reads them at once need not look again."""
+        if pool in self._came and self._came[pool][0] != self._context.step:
+            self._forget_what_came(pool)
+        if pool not in self._marks:
+            self._marks[pool] = torch.zeros(pool.num_slots, dtype=torch.bool, device=self._context.device)
+        slots = _inside(slots, self._marks[pool])
+        self._came.setdefault(pool, (self._context.step, []))[1].append(slots)
+        self._marks[pool].index_fill_(0, slots, 1)
 
     def complete(self, request_id: str, slots: Mapping[str, torch.Tensor]) -> None:
         """Hold the slots of a request that has ended against their seals; the verdict comes by `poll`.
@@ -180,13 +189,7 @@ class Audits:
         if self.admits and group is not None and len(slots):
             slots = on_device(slots, self._context.device)
             self._listed.verify(group, (slots,), checked=self._admitted, seen=self._seen)
-            # Who reads them at once need not look again.
-            if pool in self._came and self._came[pool][0] != self._context.step:
-                self._forget_what_came(pool)
-            if pool not in self._marks:
-                self._marks[pool] = torch.zeros(pool.num_slots, dtype=torch.bool, device=self._context.device)
-            self._came.setdefault(pool, (self._context.step, []))[1].append(slots)
-            self._marks[pool].index_fill_(0, slots, 1)
+            self._note_what_came(pool, slots)
 
     def forget_row(self, row: int) -> None:
         """Take in that the request of a row has given its slots back: whoever is there next comes new."""
@@ -197,10 +200,17 @@ class Audits:
         """Take in that the engine emptied its cache: every request comes new."""
         for owners in self._owners.values():
             owners[:] = 0
+        for pool in list(self._came):
+            self._forget_what_came(pool)
 
     def forget_graphs(self) -> None:
         """Destroy the graphs that launches are replayed from."""
         self._listed.forget_graphs()
+
+
+def _inside(slots: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+    """Return int64 slots, 0 in the places of those that a pool has not got."""
+    return torch.where((slots > 0) & (slots < len(marks)), slots, 0)
 
 
 def _layers(pool: KvPool) -> int:

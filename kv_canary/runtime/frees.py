@@ -6,6 +6,8 @@ from collections import deque
 
 from kv_canary.constants import OWNER_MASK
 
+# Requests that are told apart in what was freed before a forward: each is launches of its own.
+MOST_FREERS = 4
 # Steps with frees that are remembered: no fewer than steps of which it is remembered what they wrote.
 _MOST_STEPS = 64
 

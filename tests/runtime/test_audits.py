@@ -459,6 +459,8 @@ def test_what_has_just_come_back_is_not_looked_at_twice_unless_somebody_ran_mean
     slots = slots_in(engine, a)
     # Four of its slots come back, five were there all the time.
     engine.manager.arrived(pool, slots[:4], pool.take_seals(slots[:4]))
+    # What is said to have come to slots that there are not is nobody's.
+    engine.manager._steps.audits.arrived(pool, torch.tensor([-3, 0, pool.num_slots, 1 << 40]))
     if waits:
         engine.step((other, 1))
         damage(engine, int(slots[2]))

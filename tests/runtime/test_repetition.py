@@ -471,6 +471,17 @@ def test_a_prefix_that_comes_with_a_repeated_prefill_is_held_against_its_seals()
     assert repeated.violations == 0
 
 
+def expect_watched_behind_a_failure(engine: Decoder) -> None:
+    """See that an engine in which the canary has failed once goes on without an alarm, and is watched again."""
+    engine.decode(6)
+    engine.manager.flush()
+    summary = engine.manager.summary()
+    assert (summary.violations, sum(summary.failures.values()) >= 1) == (0, True)
+    spoil(engine, position=engine.cached[2] - 2)
+    engine.decode(2)
+    assert {r.reasons for r in engine.manager.reports} == {("K",)}
+
+
 @pytest.mark.parametrize("part", ["begin", "admit", "head", "tail", "end"])
 def test_a_failure_inside_a_repeated_prefill_goes_by_unwatched_and_no_further(
     part: str, monkeypatch: pytest.MonkeyPatch
@@ -492,13 +503,7 @@ def test_a_failure_inside_a_repeated_prefill_goes_by_unwatched_and_no_further(
                 patch.setattr(repetition, part, fails)
         engine.prefill({1: 1, 2: 1, 3: 9})
     assert engine.prefilled == 1
-    engine.decode(6)
-    engine.manager.flush()
-    summary = engine.manager.summary()
-    assert (summary.violations, sum(summary.failures.values()) >= 1) == (0, True)
-    spoil(engine, position=engine.cached[2] - 2)
-    engine.decode(2)
-    assert {r.reasons for r in engine.manager.reports} == {("K",)}
+    expect_watched_behind_a_failure(engine)
 
 
 def test_a_longer_prefix_than_is_brought_up_at_once_is_no_repetition(
@@ -678,13 +683,7 @@ def test_a_failure_inside_a_repetition_goes_by_unwatched_and_no_further(
             patch.setattr(forward._decodes[2], part, fails)
         engine.decode()
     assert engine.repeated == 1
-    engine.decode(6)
-    engine.manager.flush()
-    summary = engine.manager.summary()
-    assert (summary.violations, sum(summary.failures.values()) >= 1) == (0, True)
-    spoil(engine, position=engine.cached[2] - 2)
-    engine.decode(2)
-    assert {r.reasons for r in engine.manager.reports} == {("K",)}
+    expect_watched_behind_a_failure(engine)
 
 
 def test_a_repetition_that_is_given_up_leaves_its_slots_in_doubt() -> None:

@@ -15,13 +15,10 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kv_canary.engines.patches import Patches
+from kv_canary.runtime.frees import MOST_FREERS
 from kv_canary.runtime.pools import BufferGroup, KvPool
 
 logger = logging.getLogger("kv_canary")
-
-
-# Requests that are told apart in what was freed before a forward: each is launches of its own.
-_MOST_FREERS = 4
 
 
 class Lifetime:
@@ -107,7 +104,7 @@ class Lifetime:
         result = []
         stream = None
         for half, told in freed.items():
-            named = len({owner for owner, _ in told}) <= _MOST_FREERS
+            named = len({owner for owner, _ in told}) <= MOST_FREERS
             by_owner: dict[int, list[torch.Tensor]] = {}
             for owner, part in told:
                 if part.is_cuda:

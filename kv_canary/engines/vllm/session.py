@@ -34,6 +34,7 @@ from kv_canary.runtime.batch import ForwardBatch, ModelInputs
 from kv_canary.runtime.capacities import CanaryLimits
 from kv_canary.runtime.composition import BatchRequests, Int64s, one_each
 from kv_canary.runtime.forward import SingleForwardManager
+from kv_canary.runtime.frees import MOST_FREERS
 from kv_canary.runtime.guard import Contained
 from kv_canary.runtime.host import send
 from kv_canary.runtime.manager import CanaryManager
@@ -42,8 +43,6 @@ from kv_canary.settings import is_asked_for
 
 # How many steps behind one that something was brought for the scheduler may say that it did not come.
 _DISCARDS_WITHIN = 3
-# Requests that are told apart in what is freed before a step: each is launches of its own.
-_MOST_FREERS = 4
 # What is told where nobody tells anything.
 _NOTHING_TOLD = Told()
 # By the worker; a process has one, but for tests.
@@ -658,7 +657,7 @@ class Session:
                 self.manager.complete(member.name, {g.group.name: freed.slots[g.number] for g in self.groups})
             left.append((member.owner, freed))
             requests.let_go(member)
-        if len(left) > _MOST_FREERS:
+        if len(left) > MOST_FREERS:
             left = [(0, together(freed for _, freed in left))]
         for owner, freed in left:
             for group in self.groups:
