@@ -34,6 +34,34 @@ def like_transformers(folder: Path, served: Mapping[str, Any]) -> dict[str, int]
     return {"requests": len(served["tokens"]), "alike": alike}
 
 
+def compared(watched: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare the tokens of requests that both lives have served of one prompt, as far as both have gone.
+
+    Where no two lives are scheduled alike, another request may be given up, and what comes behind it go on from there.
+
+    Returns:
+        How many requests were compared, and in how many tokens; the names of those that differ, each with the first
+        token in which it does; and whether both lives were scheduled alike.
+    """
+    mine, others = watched["tokens"], plain.get("tokens", {})
+    alike = [
+        name
+        for name in mine
+        if name in others and watched["prompts"][name] == plain["prompts"].get(name) and mine[name]
+    ]
+    differ, tokens = [], 0
+    for name in alike:
+        pairs = list(zip(mine[name], others[name], strict=False))
+        tokens += len(pairs)
+        differ += [[name, i] for i, (a, b) in enumerate(pairs) if a != b][:1]
+    return {
+        "requests": len(alike),
+        "tokens": tokens,
+        "differ": differ,
+        "scheduled alike": all(plain.get(key) == watched.get(key) for key in ("forwards", "decodes", "preempted")),
+    }
+
+
 def fault_checks(watched: Mapping[str, Any]) -> dict[str, bool]:
     """Return what has to hold where something was planted for one forward: where, when and why it was found."""
     planted, reports = watched["planted"], watched["reports"]
