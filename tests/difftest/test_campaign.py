@@ -26,7 +26,9 @@ from rich.console import Console
 
 from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.cli import main
+from kv_canary.difftest import corpus
 from kv_canary.difftest.campaign import Campaign, _Hunt, _Job, _Over
+from kv_canary.difftest.mutation.planted import PLANTED_BUGS
 from kv_canary.difftest.search import draw_cases
 from kv_canary.difftest.worker import Executor, import_all
 from kv_canary.specs import get_spec
@@ -34,6 +36,10 @@ from kv_canary.specs.interface import KernelSpec
 
 PROGRAM = str(Path(sys.executable).with_name("kv-canary"))
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/your_own_kernel.py"
+# Cases of the corpus that are called after an op and a bug that can be planted, with the bug.
+OF_A_BUG = [
+    (path, bug.name) for path in corpus.entries() for bug in PLANTED_BUGS if path.stem.partition("-")[2] == bug.name
+]
 
 
 def as_from_a_shell() -> dict[str, str]:
@@ -76,6 +82,16 @@ def test_a_clean_run(tmp_path: Path, target: str) -> None:
     assert 0 < told["coverage"]["covered_pairs"] < told["coverage"]["feasible_pairs"]
     assert "padding:rows" in done.stdout
     assert not (tmp_path / "findings").exists()
+
+
+def test_the_corpus_has_cases_of_most_planted_bugs() -> None:
+    assert len({bug for _, bug in OF_A_BUG}) >= 9
+
+
+@pytest.mark.parametrize(("path", "bug"), OF_A_BUG, ids=[path.stem for path, _ in OF_A_BUG])
+def test_a_case_of_the_corpus_fails_where_its_bug_is_planted(path: Path, bug: str, tmp_path: Path) -> None:
+    done = difftest("replay", str(path), "--plant", bug, folder=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
 
 
 @pytest.mark.long
