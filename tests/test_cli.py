@@ -491,7 +491,7 @@ def test_what_to_install_is_told_by_the_packages_that_extras_bring(monkeypatch: 
         return [
             "torch>=2.6",
             'triton>=3.2; extra == "triton"',
-            'transformers<5.25,>=5.17; extra == "transformers"',
+            'transformers!=5.18.*,<5.25,>=5.17; extra == "transformers"',
             "hypothesis>=6.100; python_version > '3' and extra == 'difftest'",
             "pytest>=8; extra == 'difftest'",
             'kv-canary[triton]; extra == "dev"',
@@ -501,7 +501,7 @@ def test_what_to_install_is_told_by_the_packages_that_extras_bring(monkeypatch: 
         raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
-    assert install_command("transformers") == "pip install 'transformers<5.25,>=5.17'"
+    assert install_command("transformers") == "pip install 'transformers!=5.18.*,<5.25,>=5.17'"
     assert install_command("triton", "difftest") == "pip install 'triton>=3.2' 'hypothesis>=6.100' 'pytest>=8'"
     monkeypatch.setattr(importlib.metadata, "requires", is_not_installed)
     assert install_command("triton", "difftest") == "pip install '.[triton,difftest]'"

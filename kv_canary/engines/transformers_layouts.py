@@ -18,7 +18,7 @@ __all__ = ["BlockLayout", "Layout", "SectorLayout", "layout_class"]
 
 
 class SectorLayout(Layout):
-    """From 5.18: one byte tensor cut into sectors; a pool and a group per attention type, blocks numbered per pool."""
+    """From 5.19: one byte tensor cut into sectors; a pool and a group per attention type, blocks numbered per pool."""
 
     def __init__(self, processor: Any, *, read_bytes: int) -> None:
         super().__init__(processor, read_bytes=read_bytes)
@@ -273,8 +273,8 @@ class BlockLayout(Layout):
         return known.hash
 
 
-# The versions that were run, by (major, minor), in order.
-_LAYOUTS: dict[tuple[int, int], type[Layout]] = {(5, 17): BlockLayout, **{(5, n): SectorLayout for n in range(18, 25)}}
+# The versions that were run, by (major, minor): sectors are another thing in 5.18.
+_LAYOUTS: dict[tuple[int, int], type[Layout]] = {(5, 17): BlockLayout, **{(5, n): SectorLayout for n in range(19, 25)}}
 
 
 def layout_class(version: str) -> type[Layout]:
@@ -286,7 +286,6 @@ def layout_class(version: str) -> type[Layout]:
     parts = version.split(".")
     key = (int(parts[0]), int(parts[1])) if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit() else None
     if key not in _LAYOUTS:
-        (major, oldest), *_, (_, newest) = _LAYOUTS
-        known = f"{major}.{oldest} to {major}.{newest}"
-        raise ValueError(must_be("transformers adapter", "transformers version", known, version))
+        known = ", ".join(f"{major}.{minor}" for major, minor in _LAYOUTS)
+        raise ValueError(must_be("transformers adapter", "transformers version", f"one of {known}", version))
     return _LAYOUTS[key]
