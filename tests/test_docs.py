@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import kv_canary as kc
+from kv_canary.engines.transformers_layouts import layout_class
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -127,3 +129,26 @@ def test_every_public_name_is_in_the_reference_of_the_api_once() -> None:
 def test_the_reference_of_the_api_names_what_is_there_and_has_a_docstring(name: str) -> None:
     module, _, attribute = name.rpartition(".")
     assert getattr(importlib.import_module(module), attribute).__doc__
+
+
+def _takes(version: str) -> bool:
+    try:
+        layout_class(version)
+    except ValueError:
+        return False
+    return True
+
+
+def test_the_versions_of_transformers_are_those_that_the_adapter_takes() -> None:
+    """What is installed with the adapter, and what pages say of it, is what it does not refuse."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (wanted,) = (text for text in extras["transformers"] if text.startswith("transformers"))
+    allowed = Requirement(wanted).specifier
+    versions = [f"{major}.{minor}.0" for major in (4, 5, 6) for minor in range(40)]
+    taken = [version for version in versions if _takes(version)]
+    assert taken
+    assert taken == [version for version in versions if allowed.contains(version)]
+    first, *_, last = (version.removesuffix(".0") for version in taken)
+    for page in ("README.md", "CHANGELOG.md"):
+        assert f"({first}, 5.19 to {last})" in (ROOT / page).read_text()
+    assert taken == ["5.17.0", *(f"5.{minor}.0" for minor in range(19, int(last.partition(".")[2]) + 1))]
