@@ -149,6 +149,6 @@ def test_the_versions_of_transformers_are_those_that_the_adapter_takes() -> None
     assert taken
     assert taken == [version for version in versions if allowed.contains(version)]
     first, *_, last = (version.removesuffix(".0") for version in taken)
-    for page in ("README.md", "CHANGELOG.md"):
+    for page in ("README.md", "CHANGELOG.md", "docs/transformers.md"):
         assert f"({first}, 5.19 to {last})" in (ROOT / page).read_text()
     assert taken == ["5.17.0", *(f"5.{minor}.0" for minor in range(19, int(last.partition(".")[2]) + 1))]

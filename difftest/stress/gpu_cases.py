@@ -41,14 +41,11 @@ def compared(watched: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, 
 
     Returns:
         How many requests were compared, and in how many tokens; the names of those that differ, each with the first
-        token in which it does; and whether both lives were scheduled alike.
+        token in which it does; how many went further in one life than in the other; and whether both lives were
+        scheduled alike.
     """
     mine, others = watched["tokens"], plain.get("tokens", {})
-    alike = [
-        name
-        for name in mine
-        if name in others and watched["prompts"][name] == plain["prompts"].get(name) and mine[name]
-    ]
+    alike = [name for name in mine if name in others and watched["prompts"][name] == plain["prompts"].get(name)]
     differ, tokens = [], 0
     for name in alike:
         pairs = list(zip(mine[name], others[name], strict=False))
@@ -58,6 +55,7 @@ def compared(watched: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, 
         "requests": len(alike),
         "tokens": tokens,
         "differ": differ,
+        "cut short": sum(len(mine[name]) != len(others[name]) for name in alike),
         "scheduled alike": all(plain.get(key) == watched.get(key) for key in ("forwards", "decodes", "preempted")),
     }
 

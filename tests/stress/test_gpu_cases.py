@@ -16,7 +16,7 @@ def _life(
 
 def test_what_was_given_up_is_compared_as_far_as_it_went() -> None:
     found = compared(_life({"a": [5, 6, 7], "b": [8]}), _life({"a": [5, 6], "b": [8, 9]}))
-    assert found == {"requests": 2, "tokens": 3, "differ": [], "scheduled alike": True}
+    assert found == {"requests": 2, "tokens": 3, "differ": [], "cut short": 2, "scheduled alike": True}
 
 
 def test_another_token_is_named_with_its_request() -> None:
@@ -28,7 +28,7 @@ def test_another_token_is_named_with_its_request() -> None:
 def test_other_prompts_and_requests_of_one_life_alone_are_not_compared() -> None:
     mine, other = {"a": [5], "b": [6], "c": []}, {"a": [0], "c": [9]}
     found = compared(_life(mine), _life(other, {"a": [1], "c": [1, 2]}))
-    assert found == {"requests": 0, "tokens": 0, "differ": [], "scheduled alike": True}
+    assert found == {"requests": 1, "tokens": 0, "differ": [], "cut short": 1, "scheduled alike": True}
 
 
 def test_a_life_that_was_not_served_is_compared_with_nothing() -> None:

@@ -361,6 +361,9 @@ def _host_checks(watched: dict[str, Any], plain: dict[str, Any]) -> dict[str, bo
         "plain served": plain["served"],
         "most requests compared": 2 * both["requests"] > len(watched["tokens"]),
         "same tokens": not both["differ"],
+        # What is given up is cut short, and nothing else.
+        "as many tokens": both["cut short"] <= watched["aborted"] + plain.get("aborted", 0),
+        "all the same where scheduled alike": not both["scheduled alike"] or plain.get("tokens") == watched["tokens"],
         "no violations": summary["violations"] == 0 and not watched["reports"],
         "every position": summary["positions_verified"] == summary["positions_relied_on"] > 0,
         "healthy": summary["watching"] == "complete",
