@@ -12,6 +12,8 @@ import triton
 
 # What a case's result holds for comparison alone.
 LONG = ("prompts", "tokens")
+# What two lives that were scheduled alike have in common: the digest of what each step was given, and who was given up.
+SCHEDULE = ("schedule", "given_up")
 
 
 def write(path: Path | None, result: Mapping[str, Any]) -> None:
@@ -56,7 +58,7 @@ def compared(watched: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, 
         "tokens": tokens,
         "differ": differ,
         "cut short": sum(len(mine[name]) != len(others[name]) for name in alike),
-        "scheduled alike": all(plain.get(key) == watched.get(key) for key in ("forwards", "decodes", "preempted")),
+        "scheduled alike": all(plain.get(key) == watched.get(key) for key in SCHEDULE),
     }
 
 

@@ -13,6 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ def run_life(
     engine = OverlappedEngine(config, canary=dataclasses.replace(canary, seals="layer"), device=device)
     bar = progress.add_task(name, total=steps)
     start = time.perf_counter()
-    engine.run(steps, on_step=lambda: progress.advance(bar))
+    with closing(engine):
+        engine.run(steps, on_step=lambda: progress.advance(bar))
     seconds = time.perf_counter() - start
     progress.remove_task(bar)
     summary, cost = engine.guarded.summary(), engine.guarded.budget.cost
@@ -100,7 +102,8 @@ class _Outcome:
 def outcome(config: OverlapConfig, *, device: str, canary: CanaryConfig, perturb: PerturbConfig | None) -> _Outcome:
     """Run one engine for a while."""
     engine = OverlappedEngine(config, canary=canary, device=device, perturb=perturb)
-    engine.run(COMPARED)
+    with closing(engine):
+        engine.run(COMPARED)
     manager = engine.guarded
     return _Outcome(
         records={name: pool.records.cpu() for name, pool in engine.pools.items()},

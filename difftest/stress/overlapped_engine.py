@@ -230,6 +230,15 @@ class OverlappedEngine:
             with self._on_stream():
                 self.manager.flush()
 
+    def close(self) -> None:
+        """Destroy every CUDA graph, the canary's too; what was counted and reported can still be read.
+
+        Left to the collector, they might be destroyed while another engine captures its own, which no capture survives.
+        """
+        self._graphs.clear()
+        if self.manager is not None:
+            self.manager.close(says_verdict=False)
+
     @property
     def guarded(self) -> CanaryManager:
         """The canary; RuntimeError where the engine runs without one."""

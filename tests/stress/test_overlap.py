@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
+import weakref
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,23 @@ def test_without_an_eye_for_discarded_results_it_would_cry_wolf(monkeypatch: pyt
     engine.run(80)
     assert engine.manager is not None
     assert engine.manager.summary().violations
+
+
+def test_a_closed_engine_leaves_no_graph_to_the_collector_and_can_still_be_read() -> None:
+    engine = OverlappedEngine(OverlapConfig(), canary=CANARY, device="cpu")
+    # None is captured on a CPU.
+    graph = type("Graph", (), {})()
+    engine._graphs.append((4, graph))
+    dead = weakref.ref(graph)
+    del graph
+    gc.disable()
+    try:
+        with closing(engine):
+            engine.run(20)
+        assert dead() is None
+    finally:
+        gc.enable()
+    assert engine.guarded.summary().positions_verified > 0
 
 
 def test_slots_retired_before_the_step_that_still_reads_them_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,15 @@ from typing import Any
 import torch
 
 from kv_canary.commands.facts import facts
-from kv_canary.difftest.stress.gpu_cases import LONG, compared, fault_checks, like_transformers, write, writes_checks
+from kv_canary.difftest.stress.gpu_cases import (
+    LONG,
+    SCHEDULE,
+    compared,
+    fault_checks,
+    like_transformers,
+    write,
+    writes_checks,
+)
 from kv_canary.difftest.stress.vllm.engine import RUNNERS, VOCABULARY, Runner
 from kv_canary.reports.versions import installed
 
@@ -340,7 +348,7 @@ def _clean_checks(case: Case, watched: dict[str, Any], plain: dict[str, Any]) ->
     return {
         "plain served": plain["served"],
         "same tokens": plain.get("tokens") == watched["tokens"],
-        "same schedule": all(plain.get(key) == watched[key] for key in ("forwards", "decodes", "preempted")),
+        "same schedule": all(plain.get(key) == watched[key] for key in SCHEDULE),
         "no violations": summary["violations"] == 0 and not watched["reports"],
         "every position": summary["positions_verified"] == summary["positions_relied_on"] > 0,
         "healthy": summary["watching"] == "complete",
@@ -349,7 +357,7 @@ def _clean_checks(case: Case, watched: dict[str, Any], plain: dict[str, Any]) ->
         "prefix hits": watched["prefix_hits"] > 0,
         "evictions": watched["evictions"] > 0,
         "preemptions": watched["preempted"] > 0,
-        "aborts": watched["aborted"] > 0,
+        "aborts": len(watched["given_up"]) > 0,
     }
 
 
@@ -362,7 +370,7 @@ def _host_checks(watched: dict[str, Any], plain: dict[str, Any]) -> dict[str, bo
         "most requests compared": 2 * both["requests"] > len(watched["tokens"]),
         "same tokens": not both["differ"],
         # What is given up is cut short, and nothing else.
-        "as many tokens": both["cut short"] <= watched["aborted"] + plain.get("aborted", 0),
+        "as many tokens": both["cut short"] <= len({*watched["given_up"], *plain.get("given_up", ())}),
         "all the same where scheduled alike": not both["scheduled alike"] or plain.get("tokens") == watched["tokens"],
         "no violations": summary["violations"] == 0 and not watched["reports"],
         "every position": summary["positions_verified"] == summary["positions_relied_on"] > 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import time
@@ -67,7 +68,7 @@ def serve(case: dict[str, Any], *, model: Path, graph_sizes: list[int]) -> dict[
         "cudagraph_mode": engine.worker.vllm_config.compilation_config.cudagraph_mode.name,
         "attention": sorted({type(i).__name__ for i in engine.attention}),
         **counts.as_dict(),
-        "aborted": traffic.aborted,
+        "given_up": traffic.given_up,
         "start_seconds": round(started, 2),
         "seconds": round(seconds, 3),
         "planted": None if fault is None else fault.planted,
@@ -142,7 +143,7 @@ class _Traffic:
 
     def __init__(self, engine: Engine, *, waves: int) -> None:
         self.prompts: dict[str, list[int]] = {}
-        self.aborted = 0
+        self.given_up: list[str] = []
         self._engine, self._waves = engine, waves
         self._texts = random.Random(1)
 
@@ -163,7 +164,7 @@ class _Traffic:
             running = [_own(r.request_id) for r in engine.scheduler.running if r.num_output_tokens]
             if running:
                 engine.abort(running[-1])
-                self.aborted += 1
+                self.given_up.append(running[-1])
             while engine.unfinished:
                 yield
             outputs = {_own(name): tokens for name, tokens in engine.outputs.items()}
@@ -192,13 +193,15 @@ class _Counts:
         self.replays = self.decodes = 0
         self._forwards = self._ones = self._padded = self._chunked = self._prefix_hits = self._preempted = 0
         self._evictions = 0
+        self._schedule = hashlib.sha256()
         self._sizes = sizes
         # Tokens that each request has to be computed before it decodes.
         self._to_fill: dict[str, int] = {}
 
-    def as_dict(self) -> dict[str, int]:
-        """Return them by name."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return them by name, and the digest of how many tokens each step was given of which requests."""
         return {
+            "schedule": self._schedule.hexdigest()[:16],
             "forwards": self._forwards,
             "decodes": self.decodes,
             "one_token_each": self._ones,
@@ -249,6 +252,7 @@ class _Counts:
         if not (tokens := output.num_scheduled_tokens):
             return
         self._forwards += 1
+        self._schedule.update(repr([(_own(name), n) for name, n in tokens.items()]).encode())
         computed = {name: scheduler.requests[name].num_computed_tokens for name in tokens}
         self._chunked += any(computed[name] < self._to_fill[name] for name in tokens)
         ones = all(n == 1 for n in tokens.values())
