@@ -1,9 +1,9 @@
 """`kv-canary bench adapters`: the host time that an adapter takes of an engine that decodes, on a CPU without a GPU.
 
-A real engine and a tiny model. HEAD and TAIL do nothing but say that they were there, where a GPU would replay a graph:
-what is timed is what the canary does between launches, and PyTorch's own calls on a CPU, where seals are off. So the
-engines' adapters can be held against each other, and one version against another; what a GPU's host takes, only
-`kv-canary bench engine` says.
+A real engine and a tiny model. HEAD, TAIL and what marks freed slots do nothing but one small operation, where a GPU
+would replay a graph: what is timed is what the canary does between launches, and PyTorch's own calls on a CPU, where
+seals are off. So the engines' adapters can be held against each other, and one version against another; what a GPU's
+host takes, only `kv-canary bench engine` says.
 
 Batches: "decode" is the same requests at every step; in "churn" one ends and another one comes every other step.
 
@@ -267,6 +267,7 @@ def measure(engine: str, batch: str, requests: int, folder: Path, *, caches: str
     from kv_canary.runtime.context import CanaryContext
     from kv_canary.runtime.forward import SingleForwardManager
     from kv_canary.runtime.replays import Replays
+    from kv_canary.runtime.retirement import Retirement
 
     repeated, repeat = [0], SingleForwardManager.repeat
 
@@ -279,6 +280,7 @@ def measure(engine: str, batch: str, requests: int, folder: Path, *, caches: str
     mock.patch.object(CanaryContext, "new_replays", lambda _: Replays(lambda launch: launch)).start()  # noqa: PT008
     mock.patch.object(SingleForwardManager, "_launch_head", _count_head).start()
     mock.patch.object(SingleForwardManager, "_launch_tail", _count_tail).start()
+    mock.patch.object(Retirement, "_launch", _mark_nothing).start()
     mock.patch.object(SingleForwardManager, "repeat", counted).start()
     driver = DRIVERS[engine](requests, folder)
     churns = batch == "churn"
@@ -357,6 +359,11 @@ def _count_tail(forward: Any) -> None:
     """Stand for TAIL, which is two launches of a group."""
     for group in forward.groups:
         forward.context.state.counters[group.tail_tag, 0].add_(2)
+
+
+def _mark_nothing(retirement: Any, *_: Any) -> None:
+    """Stand for the launch that marks freed slots."""
+    retirement._context.state.step.add_(0)
 
 
 def _prompt(number: int) -> list[int]:
