@@ -44,7 +44,8 @@ class Output:
 
     def _reset(self) -> None:
         """Begin anew; in a forked child, where the thread is not and the lock may have been held."""
-        self._lock = threading.Lock()
+        # A signal handler may log while the thread that it interrupts is in here.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._waiting: deque[Work] = deque()
         self._working = False
@@ -78,21 +79,22 @@ class Output:
     def _is_running(self) -> bool:
         """Start the thread if there is none; return whether there is one. With the lock."""
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name="kv-canary-output", daemon=True)
+            # There before it starts: whoever comes meanwhile, by a signal, starts no second one.
+            self._thread = threading.Thread(target=self._run, name="kv-canary-output", daemon=True)
             try:
-                thread.start()
+                self._thread.start()
             except RuntimeError:
                 # The process has no room for a thread, or is about to end.
+                self._thread = None
                 return False
-            self._thread = thread
         return True
 
     def _run(self) -> None:
         while (work := self._next()) is not None:
             try:
                 work()
-            except Exception:
-                # A handler that raises, say: there is nobody to tell, but whoever asks.
+            except BaseException:
+                # A handler that raises, say, or that exits on errors: there is nobody to tell, but whoever asks.
                 self.failed += 1
 
     def _next(self) -> Work | None:

@@ -186,27 +186,42 @@ class _Dispatcher:
             if found is not None and found[0]() is target:
                 raise RuntimeError(_taken(target))
             key = id(target)
-            reference = weakref.ref(target, lambda _: dispatcher._forget(key, around))
+            reference = weakref.ref(target, lambda _: dispatcher._is_gone(key, around))
             dispatcher._wrappers[key] = (reference, around)
         return lambda: dispatcher._forget(key, around)
+
+    def _is_gone(self, key: int, around: _Around) -> None:
+        """Forget an object that the collector takes: it may come by inside `watch`, whose lock its own thread holds."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drop(key, around)
+            finally:
+                self._lock.release()
+        elif (found := self._wrappers.get(key)) is not None and found[1] is around:
+            # The class keeps the dispatcher, which calls what it has always called.
+            self._wrappers.pop(key, None)
 
     def _forget(self, key: int, around: _Around) -> None:
         """Call `around` no more, and leave the class as it was found once nothing of it is watched."""
         with self._lock:
-            found = self._wrappers.get(key)
-            if found is None or found[1] is not around:
-                return
-            del self._wrappers[key]
-            cls = self._cls()
-            if self._wrappers or cls is None:
-                return
-            self._known[cls].pop(self._name, None)
-            # Somebody else may have replaced it since, and goes on calling it.
-            if vars(cls).get(self._name) is self._function:
-                if self._own is None:
-                    delattr(cls, self._name)
-                else:
-                    setattr(cls, self._name, self._own)
+            self._drop(key, around)
+
+    def _drop(self, key: int, around: _Around) -> None:
+        """See `_forget`; with the lock."""
+        found = self._wrappers.get(key)
+        if found is None or found[1] is not around:
+            return
+        del self._wrappers[key]
+        cls = self._cls()
+        if self._wrappers or cls is None:
+            return
+        self._known[cls].pop(self._name, None)
+        # Somebody else may have replaced it since, and goes on calling it.
+        if vars(cls).get(self._name) is self._function:
+            if self._own is None:
+                delattr(cls, self._name)
+            else:
+                setattr(cls, self._name, self._own)
 
 
 def _method(target: Any, name: str) -> Callable[..., Any]:

@@ -86,9 +86,9 @@ class ModelInputs:
         return self.stays and is_wide and all(t.is_contiguous() for t in self.flat.values())
 
     @functools.cached_property
-    def addresses(self) -> tuple[int, ...]:
-        """Where it is."""
-        return tuple(t.data_ptr() for t in self.flat.values())
+    def layout(self) -> tuple[tuple[str, int, int, torch.dtype], ...]:
+        """What there is, where, how much of it, and of which kind: views of one buffer may differ in length alone."""
+        return tuple((name, t.data_ptr(), len(t), t.dtype) for name, t in self.flat.items())
 
     @functools.cached_property
     def room(self) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import torch
 from kv_canary import ops
 from kv_canary.runtime.budget import StepCost
 from kv_canary.runtime.context import CanaryContext
+from kv_canary.runtime.replays import capture_graph
 from kv_canary.specs.structures import ResolvedSlots, ViolationLog, WritePlan
 
 _FEW, _MANY = 1 << 10, 1 << 18
@@ -19,7 +20,7 @@ def measure_cost(context: CanaryContext) -> StepCost:
     """Return the cost of a step over all groups, from CUDA-graph replays of one that relies on few and on many slots.
 
     Slots are random, as they are in a pool that has been used for a while. Records are read only, and what is found
-    there means nothing and is dropped. Waits for the device.
+    there means nothing and is dropped. Waits for the device; draws from no generator but its own.
     """
     few, many = (_replay_seconds(context, entries) for entries in (_FEW, _MANY))
     # What is relied on is counted per group, as entries are.
@@ -36,10 +37,12 @@ def _replay_seconds(context: CanaryContext, entries: int) -> float:
     status, longest = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros_like(one)
     log = ViolationLog.allocate(ring_cap=1, device=device)
     counters, tails = torch.zeros_like(context.state.counters), torch.zeros_like(context.state.anchors)
+    # The engine's requests may be sampled from the device's own one, whose draws are to stay as they are.
+    generator = torch.Generator(device).manual_seed(0)
     work = []
     for group in context.groups:
-        pages = max(1, group.pool.num_slots // group.page_size)
-        table = torch.randint(0, pages, (2, -(-entries // group.page_size)), dtype=torch.int32, device=device)
+        pages, length = max(1, group.pool.num_slots // group.page_size), -(-entries // group.page_size)
+        table = torch.randint(0, pages, (2, length), generator=generator, dtype=torch.int32, device=device)
         resolved = ResolvedSlots.allocate(entry_cap=entries, device=device)
         work.append((group, table, resolved, WritePlan.allocate(write_cap=1, device=device)))
 
@@ -86,13 +89,11 @@ def _replay_seconds(context: CanaryContext, entries: int) -> float:
     times: list[float] = []
     with torch.cuda.stream(stream):
         run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            run()
+        replay = capture_graph(run)
         for _ in range(_REPLAYS):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            graph.replay()
+            replay()
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) / 1000)

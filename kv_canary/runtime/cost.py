@@ -77,6 +77,11 @@ class DeviceTimer:
         last.record()
         self._spans.append((first, last))
 
+    @property
+    def has_spans(self) -> bool:
+        """Whether anything was timed; nothing is where all that a step launches is in the engine's own graph."""
+        return bool(self._spans)
+
     def seconds(self) -> float | None:
         """Return how long all spans took together; None: the last is not over, or there is none."""
         if not self._spans or not self._spans[-1][1].query():

@@ -281,27 +281,15 @@ class SingleForwardManager:
             is_given=is_given,
             has_table_rows=has_table_rows,
         )
-        self._shape = self._shape_captured(captured)
-        self._inputs.in_place = self._advance = self._ahead = None
-        self._new_tokens, self._sizes_are_final = tokens, True
-        with torch.inference_mode(False):
-            numbers = self._numbers(_NOBODY, has_table_rows=has_table_rows)
-            self._inputs.post(numbers, shape=self._shape, step=self.context.step)
-            for launches in self._launches:
-                launches.table = tables[launches.group.name]
-                launches.out_slots.zero_()
-                launches.finalize()
-            self._steps.begin_launches(self)
-            self.context.state.finalize_table(limits.max_len)
         try:
-            if self.context.is_off:
-                self._phase = Phase.SKIPPED
-                yield captured
-                return
-            self._launch_head()
-            self._launch_tail()
-            self._phase = Phase.BEGUN
+            self._phase = Phase.SKIPPED
+            if not self.context.is_off:
+                with self.context.guard.contain(f"forward {self.name}: capturing"):
+                    self._prepare_capture(captured, tables)
+                    self._phase = Phase.BEGUN
             yield captured
+            if self.context.is_off:
+                return
             if self._phase is Phase.SKIPPED:
                 self._unusable.add(captured)
             else:
@@ -309,6 +297,23 @@ class SingleForwardManager:
         finally:
             self._phase = Phase.IDLE
             self._steps.end_launches()
+
+    def _prepare_capture(self, captured: CapturedForward, tables: Mapping[str, torch.Tensor]) -> None:
+        """Give every buffer its final size, and run HEAD and TAIL of the captured shape on nothing."""
+        self._batch = self._captured = self._repetition = None
+        self._shape = self._shape_captured(captured)
+        self._inputs.in_place = self._advance = self._ahead = None
+        self._new_tokens, self._sizes_are_final = captured.tokens, True
+        numbers = self._numbers(_NOBODY, has_table_rows=captured.has_table_rows)
+        self._inputs.post(numbers, shape=self._shape, step=self.context.step)
+        for launches in self._launches:
+            launches.table = tables[launches.group.name]
+            launches.out_slots.zero_()
+            launches.finalize()
+        self._steps.begin_launches(self)
+        self.context.state.finalize_table(self.context.limits.max_len)
+        self._launch_head()
+        self._launch_tail()
 
     def begin(self, batch: ForwardBatch, *, captured: CapturedForward | None = None) -> None:
         """Drain the step before, bring the tails up to the prefix and copy the inputs. Outside any graph.
@@ -324,6 +329,10 @@ class SingleForwardManager:
         """
         if self.context.is_off:
             self._phase = Phase.SKIPPED
+            return
+        if captured in self._unusable:
+            self._steps.say_skipped(self.name, "a graph that HEAD and TAIL are not in: capturing it failed")
+            self._skip(batch.out_slots, captured)
             return
         with self.context.guard.contain(self._parts["begin"]) as part:
             self._begin(batch, captured)
@@ -461,8 +470,8 @@ class SingleForwardManager:
         self._batch, self._captured, self._phase = None, None, Phase.SKIPPED
         self._repetition = None
         self._give_up_advance()
-        if captured is not None and captured not in self._unusable:
-            # The graph is about to be replayed: its HEAD and TAIL must find nothing to do.
+        if captured is not None:
+            # The graph is about to be replayed: what it has of HEAD and TAIL must find nothing to do.
             with self.context.guard.contain(f"forward {self.name}: taking a batch back"):
                 numbers = self._numbers(_NOBODY, has_table_rows=captured.has_table_rows)
                 self._inputs.post(numbers, shape=self._shape_captured(captured), step=self.context.step)
@@ -690,7 +699,7 @@ class SingleForwardManager:
         """What tells whether HEAD and TAIL would launch the same as before, on the same memory."""
         tokens = self.context.state.token_pool
         where = () if tokens is None else layout_of(tokens)
-        given = () if in_place is None else in_place.addresses
+        given = () if in_place is None else in_place.layout
         return self._shape, where, given, *(launches.memory for launches in self._launches)
 
     def end(self) -> None:

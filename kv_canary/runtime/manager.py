@@ -93,7 +93,7 @@ class CanaryManager:
         self.context = context = CanaryContext(groups, limits=limits, config=config or CanaryConfig())
         # All that may refuse comes before the observers, which hold files and ports.
         budget = Budget(self.config, self.device, max_rows=limits.max_rows)
-        if budget.chooses:
+        if budget.chooses and not context.is_off:
             budget.cost = measure_cost(context)
         costs = Costs(self.config.overhead_target, on_gpu=self.device.type == "cuda")
         perturb = PerturbConfig.from_env() if perturb is None else perturb

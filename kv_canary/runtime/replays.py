@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -112,18 +113,43 @@ class CanaryGraph(torch.cuda.CUDAGraph):
     """A CUDA graph of the canary's: who counts an engine's replays can tell these apart."""
 
 
+class _Streams(threading.local):
+    """The streams that a thread captures on and branches to, by device: two threads never capture on one.
+
+    PyTorch hands out a few dozen of them over and over, those of the engine among them: one that is asked for anew at
+    every capture would be somebody's before long, and what is launched there meanwhile would go into the graph.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, str], torch.cuda.Stream] = {}
+
+    def of(self, purpose: str) -> torch.cuda.Stream:
+        """Return the stream of the current device for `purpose`."""
+        key = (torch.cuda.current_device(), purpose)
+        if key not in self._made:
+            self._made[key] = torch.cuda.Stream()
+        return self._made[key]
+
+
+_streams = _Streams()
+
+
 def capture_graph(launch: Launch) -> Launch:
     """Return what replays `launch` from a CUDA graph, on the stream that is current then.
 
     Nothing runs now, and other threads may go on using the device. `launch` must have run before.
     """
     graph = CanaryGraph()
+    current, stream = torch.cuda.current_stream(), _streams.of("capture")
+    # Before 2.13, PyTorch resets at every capture what an engine's graph that samples reads its random numbers' offset
+    # from: not before a graph that runs now has read it, and before the next replay sets it.
+    stream.wait_stream(current)
     # What the collector would destroy now may be a graph of somebody's, which a capture does not survive.
     collects = gc.isenabled()
     gc.disable()
     try:
-        # A capture needs a stream of its own, which nothing is ever launched on.
-        with torch.cuda.stream(torch.cuda.Stream()):
+        # A capture needs a stream of its own, which nothing is launched on.
+        with torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 launch()
@@ -132,6 +158,7 @@ def capture_graph(launch: Launch) -> Launch:
     finally:
         if collects:
             gc.enable()
+    current.wait_stream(stream)
     return graph.replay
 
 
@@ -147,7 +174,7 @@ class Branch:
         if not _capturing():
             yield
             return
-        stream = torch.cuda.Stream()
+        stream = _streams.of("branch")
         stream.wait_stream(torch.cuda.current_stream())
         self._stream = stream
         with torch.cuda.stream(stream):

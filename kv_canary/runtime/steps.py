@@ -375,9 +375,9 @@ class Steps:
         self.budget.observe(relied_on=step.relied_on, now=now)
         self._costs.observe(now=now, host=spent - self._spent, waited=self._waited)
         self._spent = spent
-        if self.timer is not None:
+        if self.timer is not None and self.timer.has_spans:
             self._timings.append((self.timer, step.relied_on / step.stride))
-            self.timer = None
+        self.timer = None
         every = self.context.config.sweep_every
         try:
             if self._ranks is not None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import kv_canary as kc
 from kv_canary.difftest.simulator.scripted_engine import ScriptedEngine
+from kv_canary.runtime.launches import GroupLaunches
 
 from .engine import MAX_LEN, MAX_ROWS, Engine, Request, full_engine, make_pool
 from .tape import Launches
@@ -353,3 +354,61 @@ def test_a_replay_that_raised_leaves_the_forward_ready() -> None:
     engine.step((a, 1))
     assert [r.sentence for r in engine.found()] == []
     assert engine.manager.summary().watching == "complete"
+
+
+@pytest.mark.parametrize("part", ["_launch_head", "write"])
+def test_a_graph_that_a_failed_capture_left_without_head_or_tail_goes_by_unwatched(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = full_engine(check_tokens=True)
+    engine.manager.guard.contains = True
+    a = engine.add("a", 60)
+    engine.step((a, 8))
+    owner: type = type(engine.forward) if part == "_launch_head" else GroupLaunches
+    launch, calls = getattr(owner, part), iter(range(1 << 30))
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        # The first one is on nothing, before the capture.
+        if next(calls):
+            raise RuntimeError("no memory, in the canary's own launch")
+        return launch(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, part, failing)
+        tape = Tape(engine, requests=2, tokens=2)
+    for _ in range(3):
+        tape.run(engine.batch((a, 1)))
+        a.cached += 1
+    engine.step((a, 1))
+    engine.manager.flush()
+    assert [r.sentence for r in engine.found()] == []
+    summary = engine.manager.summary()
+    assert (summary.skipped, summary.watching) == (3, "partial")
+
+
+@pytest.mark.parametrize("contains", [False, True])
+def test_a_capture_that_cannot_be_prepared_leaves_the_engine_its_graph(
+    contains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = full_engine(check_tokens=True)
+    engine.manager.guard.contains = contains
+    a = engine.add("a", 60)
+    engine.step((a, 8))
+
+    def failing(_: Any) -> None:
+        raise torch.OutOfMemoryError("in the canary's own launch")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.forward), "_launch_tail", failing)
+        if not contains:
+            with pytest.raises(torch.OutOfMemoryError):
+                Tape(engine, requests=2, tokens=2)
+        else:
+            tape = Tape(engine, requests=2, tokens=2)
+            assert not tape.launches.taken
+            tape.run(engine.batch((a, 1)))
+            a.cached += 1
+    engine.step((a, 1))
+    engine.manager.flush()
+    assert [r.sentence for r in engine.found()] == []
+    assert engine.manager.summary().skipped == contains

@@ -9,10 +9,10 @@ import pytest
 
 import kv_canary as kc
 from kv_canary.commands.trial import measure_cost
-from kv_canary.runtime.cost import CanaryCost, Costs
+from kv_canary.runtime.cost import TIMED_EVERY, CanaryCost, Costs
 from kv_canary.runtime.guard import Guard
 
-from .engine import full_engine
+from .engine import Engine, Request, full_engine, make_pool
 
 
 def costs(*, host: float, step: float, waits: Callable[[int], bool], on_gpu: bool = True, timing: float = 0.0) -> Costs:
@@ -118,3 +118,42 @@ def test_a_trial_says_what_a_step_costs_here() -> None:
     assert cost is not None
     # On a CPU all of a step is the canary's. Both are medians, by clocks that are read at different moments.
     assert 0 < cost.host_us < 1.5 * cost.step_us
+
+
+def test_a_step_in_which_nothing_was_timed_keeps_no_other_timing_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an engine's graph has HEAD and TAIL in it, the host sees none of their launches."""
+    monkeypatch.setattr("kv_canary.runtime.cost.torch.Event", _Event)
+    engine = Engine([kc.BufferGroup(name="full", pool=make_pool(400))], kc.CanaryConfig(backend="reference"))
+    steps = engine.manager._steps
+    # As on a GPU.
+    monkeypatch.setattr(steps, "_times", True)
+    tokens = [engine.add(f"r{i}", 120) for i in range(3)]
+    launch = type(engine.forward)._timed
+    monkeypatch.setattr(type(engine.forward), "_timed", lambda forward, launch: launch())
+    _decode(engine, tokens, 3 * TIMED_EVERY)
+    assert not steps._timings
+    monkeypatch.setattr(type(engine.forward), "_timed", launch)
+    _decode(engine, tokens, 2 * TIMED_EVERY)
+    cost = engine.manager.summary().cost
+    assert cost is not None
+    assert cost.device_us == pytest.approx(200)
+
+
+def _decode(engine: Engine, requests: list[Request], steps: int) -> None:
+    """Let each of the requests decode its share of so many steps."""
+    for step in range(steps):
+        engine.step((requests[step % len(requests)], 1))
+
+
+class _Event:
+    """An event of a device on which what lies between two of them takes 100 us."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: _Event) -> float:
+        return 0.1

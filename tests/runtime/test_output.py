@@ -319,3 +319,34 @@ def test_without_a_thread_work_is_dropped_and_nobody_waits_for_it(monkeypatch: p
     assert queue.post(lambda: done.append(1))
     assert queue.drain(10.0)
     assert done == [1]
+
+
+def test_a_handler_that_exits_ends_nothing_but_its_line() -> None:
+    queue, done = Output(), list[int]()
+    queue.post(lambda: sys.exit(1))
+    queue.post(lambda: done.append(1))
+    assert queue.drain(10)
+    assert (done, queue.failed, queue.dropped) == ([1], 1, 0)
+
+
+def test_a_signal_handler_may_log_while_its_thread_does() -> None:
+    # A lock that waits for its own thread hangs there.
+    queue = Output()
+    with queue._lock:
+        assert queue.post(lambda: None)
+    assert queue.drain(10)
+
+
+def test_no_second_thread_starts_while_the_first_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, started, start = Output(), list[str](), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        started.append(thread.name)
+        # As by a signal.
+        assert len(started) > 1 or queue.post(lambda: None)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    queue.post(lambda: None)
+    assert queue.drain(10)
+    assert started == ["kv-canary-output"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 import kv_canary as kc
 from kv_canary.runtime import replays as replays_module
+from kv_canary.runtime.batch import ModelInputs
 from kv_canary.runtime.host import Mailbox
 from kv_canary.runtime.launches import GroupLaunches
 from kv_canary.runtime.replays import MAX_GRAPHS, RUNS_BEFORE_CAPTURE, Branch, Launch, Replays
@@ -292,7 +295,10 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         log.append(f"off {stream.name}")
 
     monkeypatch.setattr(replays_module, "_capturing", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream("side", log))
+    made = iter(("side", "another"))
+    monkeypatch.setattr(replays_module, "_streams", replays_module._Streams())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(next(made), log))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     monkeypatch.setattr(torch.cuda, "stream", on)
     return log
@@ -317,6 +323,32 @@ def test_where_nothing_is_captured_there_is_no_branch(streams: list[str], monkey
     assert streams == ["seal"]
 
 
+def test_captures_are_on_one_stream_of_their_thread_behind_what_runs_and_before_what_comes(
+    streams: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Graph:
+        def capture_begin(self, *, capture_error_mode: str) -> None:
+            assert (capture_error_mode, gc.isenabled()) == ("thread_local", False)
+            streams.append("begin")
+
+        def capture_end(self) -> None:
+            streams.append("end")
+
+        def replay(self) -> None:
+            streams.append("replay")
+
+    monkeypatch.setattr(replays_module, "CanaryGraph", Graph)
+    once = ["side waits for main", "on side", "begin", "launch", "end", "off side", "main waits for side"]
+    for _ in range(3):
+        replays_module.capture_graph(lambda: streams.append("launch"))
+        assert streams == once
+        streams.clear()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(replays_module.capture_graph, lambda: streams.append("launch")).result()
+    assert streams == [line.replace("side", "another") for line in once]
+    assert gc.isenabled()
+
+
 @pytest.mark.parametrize("fails", ["seal", "tail"])
 def test_a_launch_that_fails_leaves_no_branch_open(
     fails: str, streams: list[str], monkeypatch: pytest.MonkeyPatch
@@ -331,3 +363,41 @@ def test_a_launch_that_fails_leaves_no_branch_open(
     with pytest.raises(RuntimeError, match="no"):
         engine.forward._launch_tail()
     assert streams[-1] == "main waits for side"
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 4)])
+def test_views_of_one_buffer_that_differ_in_length_share_no_graph(sizes: tuple[int, ...]) -> None:
+    """An engine has a graph of its own for 2 requests and one for 4, all of which read the same buffers."""
+    engine, recorder = full_engine(check_tokens=True), Recorder()
+    engine.forward._replays = Replays(recorder.capture)
+    ids, at, slots, rows, lengths = (torch.zeros(4, dtype=torch.int64) for _ in range(5))
+    views = {
+        n: ModelInputs(
+            input_ids=ids[:n],
+            positions=at[:n],
+            out_slots={"full": slots[:n]},
+            rows=rows[:n],
+            lengths=lengths[:n],
+            stays=True,
+        )
+        for n in sizes
+    }
+    requests = [engine.add(f"r{i}", 60) for i in range(4)]
+    engine.step(*((r, 4) for r in requests))
+    for count in (2, 2, 2, 2, 4, 4, 4, 2, 4):
+        which = requests[:count]
+        given = [torch.tensor([r.row for r in which]), torch.tensor([r.cached + 1 for r in which])]
+        batch = engine.batch(*((r, 1) for r in which))
+        batch = dataclasses.replace(batch, rows=given[0], lengths=given[1], is_given_at_tail=True)
+        values = (batch.input_ids, batch.positions, batch.out_slots["full"], *given)
+        for there, value in zip((ids, at, slots, rows, lengths), values, strict=True):
+            there.zero_()[:count] = torch.as_tensor(value)
+        engine.forward.begin(batch)
+        engine.forward.head()
+        engine.write_bytes(batch)
+        engine.forward.tail(given=views[min(n for n in sizes if n >= count)])
+        engine.forward.end()
+        for request in which:
+            request.cached += 1
+    assert [r.sentence for r in engine.found()] == []
+    assert recorder.replayed
