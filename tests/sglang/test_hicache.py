@@ -152,6 +152,19 @@ def test_what_is_being_loaded_is_looked_at_behind_the_forward(llama, variant, lo
     assert tiers()[0].facts.loaded > 300
 
 
+@pytest.mark.parametrize(("with_pictures", "is_late"), [(False, True), (True, False)])
+def test_a_model_that_takes_pictures_out_of_the_input_ids_is_looked_at_before(with_pictures, is_late):
+    watched, runner = session.Session.__new__(session.Session), object()
+    watched._host_tiers = SimpleNamespace(is_loading=True, settle=lambda: None)
+    watched.off, watched._groups, watched._speculation, watched._ended = "", {runner: ()}, None, None
+    watched.manager = SimpleNamespace(
+        config=SimpleNamespace(check_writes=False), unverified=SimpleNamespace(is_clean=True)
+    )
+    watched._lifetime = SimpleNamespace(has_freed=False)
+    batch = SimpleNamespace(batch_size=1, contains_mm_inputs=lambda: with_pictures)
+    assert watched._may_look_later(runner, batch) == is_late
+
+
 def test_what_was_freed_is_retired_once_the_scheduler_s_stream_knows_it(monkeypatch):
     """Which slots were freed is computed on that stream; in front of a load they are retired on the forwards'."""
     order: list[Any] = []

@@ -134,5 +134,78 @@ def test_groups_that_overlay_memory_share_a_pool_and_what_is_no_attention_is_lef
         pools.attach(worker, read_bytes=16, drafts=frozenset())
 
 
+def worker_of(*groups: tuple[Any, dict[str, Any]]) -> Any:
+    """Return a worker with groups of vLLM's: a specification, and its layers by name."""
+    found = [SimpleNamespace(kv_cache_spec=spec, layer_names=list(layers)) for spec, layers in groups]
+    runner = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=found, num_blocks=BLOCKS))
+    compiled = SimpleNamespace(static_forward_context={k: v for _, layers in groups for k, v in layers.items()})
+    return SimpleNamespace(model_runner=runner, vllm_config=SimpleNamespace(compilation_config=compiled))
+
+
+def on_device(view: torch.Tensor) -> Any:
+    """Return a layer that holds memory as it lies on a GPU: a CPU's kernels have an order of their own."""
+    return SimpleNamespace(kv_cache=torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device="meta"))
+
+
+def test_latent_rows_are_found_where_vllm_binds_them() -> None:
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    spec = interface.MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    layers = {}
+    for name, view in views_of(spec, KVCacheLayout.LBNHC).items():
+        layers[name] = layer = object.__new__(MLAAttention)
+        torch.nn.Module.__init__(layer)
+        layer._vllm_config = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=False))
+        layer.bind_kv_cache(on_device(view).kv_cache)
+        assert layer.kv_cache.dim() == 3
+    [found], uncovered = pools.attach(worker_of((spec, layers)), read_bytes=16, drafts=frozenset())
+    assert (found.layers, uncovered) == (tuple(layers), [])
+    source = found.group.pool.k_source
+    assert source is not None
+    assert found.group.pool.v_source is None
+    assert (len(source.layers), source.bytes_per_token, source.page_size) == (LAYERS, 576 * 2, 16)
+
+
+def test_layers_of_one_group_that_differ_in_shape_are_pools_of_their_own() -> None:
+    few, many = (
+        interface.FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=64, dtype=torch.bfloat16)
+        for heads in (2, 4)
+    )
+    specs = {"a": few, "b": many, "c": few, "draft": few}
+    layers = {name: on_device(views_of(spec, KVCacheLayout.LBNHC)["layer 0"]) for name, spec in specs.items()}
+    worker = worker_of((interface.UniformTypeKVCacheSpecs.from_specs(specs), layers))
+    found, uncovered = pools.attach(worker, read_bytes=16, drafts=frozenset({"draft"}))
+    assert uncovered == []
+    assert [(g.number, g.group.name, g.layers) for g in found] == [
+        (0, "full 0", ("a", "c")),
+        (0, "full 0.1", ("b",)),
+        (0, "draft full 0", ("draft",)),
+    ]
+    assert len({g.group.pool for g in found}) == 3
+
+
+def test_what_keeps_several_tokens_in_a_slot_and_what_cannot_be_followed_is_named() -> None:
+    packed, full = (
+        interface.MLAAttentionSpec(
+            block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, tokens_per_state=tokens
+        )
+        for tokens in (4, 1)
+    )
+    layers = {name: on_device(views_of(full, KVCacheLayout.LBNHC)["layer 0"]) for name in ("a", "b", "draft")}
+    worker = worker_of((packed, {"a": layers["a"]}), (full, {"b": layers["b"], "draft": layers["draft"]}))
+    drafts = frozenset({"draft"})
+    found, uncovered = pools.attach(worker, read_bytes=16, drafts=drafts, unfollowed={"draft": "writes again"})
+    assert [g.layers for g in found] == [("b",)]
+    assert uncovered == ["group 0 (MLAAttentionSpec, 4 tokens in a slot)", "draft of group 1 (writes again)"]
+
+
+def test_a_model_with_sinks_is_refused_by_name() -> None:
+    spec = interface.SinkFullAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, sink_len=16
+    )
+    with pytest.raises(ValueError, match=r"without static sinks .*, got SinkFullAttentionSpec"):
+        pools.attach(worker_of((spec, {"a": SimpleNamespace()})), read_bytes=16, drafts=frozenset())
+
+
 def test_the_sizes_of_types() -> None:
     assert [pools._size_of(t) for t in (torch.uint8, torch.bfloat16, torch.float32)] == [1, 2, 4]

@@ -65,6 +65,10 @@ def test_what_is_served_is_served() -> None:
         ({"model__enable_prompt_embeds": True}, "enable_prompt_embeds must be off"),
         ({"model__is_encoder_decoder": True}, "without a cross-attention cache, got an encoder-decoder"),
         ({"cache__kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill must be off"),
+        (
+            {"speculative_config": SimpleNamespace(enable_adaptive_verification=True)},
+            "enable_adaptive_verification must be off",
+        ),
     ],
 )
 def test_what_is_not_is_refused_by_name(changed: dict[str, Any], said: str) -> None:
@@ -94,6 +98,23 @@ def test_the_engine_asks_the_first_rank_of_each_group_for_results(size: int, ran
     found = worker(parallel__tensor_parallel_size=size)
     found.rank = rank
     assert support.is_output_rank(found) == is_output
+
+
+@pytest.mark.parametrize(("engine", "rank", "number"), [(0, 1, 1), (1, 0, 2), (3, 1, 7)])
+def test_every_rank_of_every_data_parallel_engine_has_a_number_of_its_own(engine: int, rank: int, number: int) -> None:
+    found = worker(parallel__world_size=2, parallel__data_parallel_index=engine)
+    found.rank = rank
+    assert support.number_of(found) == number
+
+
+@pytest.mark.parametrize(
+    ("is_v2", "several", "left_out"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_a_draft_that_writes_positions_again_is_not_followed(is_v2: bool, several: bool, left_out: bool) -> None:
+    config = SimpleNamespace(use_multi_module_mtp=lambda: several)
+    found = support.unfollowed_layers(worker(speculative_config=config), frozenset({"a"}), is_v2=is_v2)
+    assert set(found) == ({"a"} if left_out else set())
+    assert support.unfollowed_layers(worker(), frozenset({"a"}), is_v2=is_v2) == {}
 
 
 def test_layers_of_a_draft_model_are_those_that_its_proposer_names() -> None:

@@ -431,6 +431,9 @@ class Session:
             return False
         if not forward_batch.batch_size:
             return False
+        if forward_batch.contains_mm_inputs():
+            # The model takes the places of images out of the input ids, where these are.
+            return False
         # What ended requests rested on is looked at before somebody writes there.
         if self._lifetime.has_freed or self._ended:
             self._retire_freed()

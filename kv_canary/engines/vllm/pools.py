@@ -1,4 +1,6 @@
-"""vLLM's KV caches as pools and groups: one group for each of its own, over the memory that its kernels are given.
+"""vLLM's KV caches as pools and groups, over the memory that its kernels are given.
+
+Each group of vLLM's is one of the canary's, or one for each shape that its layers' memory has.
 
 Blocks of all groups are numbered together, and lie in the same memory where groups overlay each other; a block is one
 group's at a time. Slot numbers are `block * block_size + offset`; block 0 is vLLM's null block, so slot 0 is nobody's.
@@ -16,9 +18,11 @@ from kv_canary.errors import must_be
 from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.specs.structures import KvSource
 
-# Kinds of groups whose slots hold one token each, by the names of their classes: a kind derived from one may not.
-_FULL = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec")
+# Kinds of layers whose slots hold one token each, by the names of their classes: a kind derived from one may not.
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOWED = ("SlidingWindowSpec", "SlidingWindowMLASpec")
+# With some that are no request's tokens in front of each request's, in the lengths that the runner shows.
+_WITH_SINKS = "SinkFullAttentionSpec"
 # Tokens whose K the CPU's kernels keep together, transposed.
 _TRANSPOSED = 32
 
@@ -28,7 +32,7 @@ class AttachedGroup:
     """A group of vLLM's and the canary's for it.
 
     Args:
-        number: of vLLM's.
+        number: of vLLM's; of several where its layers differ.
         group: the canary's, whose tables are vLLM's.
         block_size: tokens of a block, as the scheduler counts them.
         layers: vLLM's names of its layers, in the order of the pool's sources.
@@ -44,13 +48,16 @@ class AttachedGroup:
     is_draft: bool = False
 
 
-def attach(worker: Any, *, read_bytes: int, drafts: frozenset[str]) -> tuple[list[AttachedGroup], list[str]]:
+def attach(
+    worker: Any, *, read_bytes: int, drafts: frozenset[str], unfollowed: Mapping[str, str] | None = None
+) -> tuple[list[AttachedGroup], list[str]]:
     """Return the groups of a worker, those of a draft model last, and what of its KV cache is not covered, in words.
 
     Args:
         worker: whose KV cache is there.
         read_bytes: bytes of a token that one fingerprint covers.
         drafts: names of layers that a draft model writes, in forwards of its own.
+        unfollowed: names of layers that are left out, each with the reason.
 
     Raises:
         ValueError: nothing of it can be covered, or memory lies as the adapter does not know.
@@ -60,23 +67,30 @@ def attach(worker: Any, *, read_bytes: int, drafts: frozenset[str]) -> tuple[lis
     mine, its, uncovered = list[AttachedGroup](), list[AttachedGroup](), list[str]()
     pools: dict[tuple[Any, ...], KvPool] = {}
     for number, found in enumerate(runner.kv_cache_config.kv_cache_groups):
-        kind = type(getattr(found.kv_cache_spec, "first_spec", found.kv_cache_spec)).__name__
-        if kind not in (*_FULL, *_WINDOWED):
-            uncovered.append(f"group {number} ({kind})")
-            continue
-        own = [name for name in found.layer_names if not getattr(layers[name], "kv_sharing_target_layer_name", None)]
-        for is_draft in (False, True):
-            if not (names := [name for name in own if (name in drafts) == is_draft]):
-                continue
-            spec = getattr(found.kv_cache_spec, "kv_cache_specs", {}).get(names[0], found.kv_cache_spec)
-            views = {name: layers[name].kv_cache for name in names}
-            key = (*(view.data_ptr() for view in views.values()), spec.block_size)
+        specs = getattr(found.kv_cache_spec, "kv_cache_specs", {})
+        alike: dict[tuple[Any, ...], list[str]] = {}
+        views: dict[str, torch.Tensor] = {}
+        for name in found.layer_names:
+            spec = specs.get(name, found.kv_cache_spec)
+            if reason := (unfollowed or {}).get(name) or _why_uncovered(spec):
+                if (said := f"{'draft of ' * (name in drafts)}group {number} ({reason})") not in uncovered:
+                    uncovered.append(said)
+            elif not getattr(layers[name], "kv_sharing_target_layer_name", None):
+                views[name] = view = _view(layers[name])
+                alike.setdefault((name in drafts, type(spec).__name__, _geometry(view, spec)), []).append(name)
+        for part, ((is_draft, _, geometry), names) in enumerate(alike.items()):
+            spec = specs.get(names[0], found.kv_cache_spec)
+            own = {name: views[name] for name in names}
+            key = (geometry, *(view.data_ptr() for view in own.values()))
             if key not in pools:
                 slots = runner.kv_cache_config.num_blocks * spec.block_size
                 name = f"pool {len(pools)}" if pools else "pool"
-                pools[key] = _pool(name, views, spec, slots=slots, read_bytes=read_bytes)
-            window = max(spec.sliding_window - 1, 0) if kind in _WINDOWED else 0
-            name = f"{'draft ' if is_draft else ''}{'swa' if window else 'full'} {number}"
+                pools[key] = _pool(name, own, spec, slots=slots, read_bytes=read_bytes)
+            is_windowed = type(spec).__name__ in _WINDOWED
+            window = max(spec.sliding_window - 1, 0) if is_windowed else 0
+            # The first one of the target, and of a draft, has the plain name.
+            part -= sum(other[0] != is_draft for other in list(alike)[:part])
+            name = f"{'draft ' if is_draft else ''}{'swa' if window else 'full'} {number}{f'.{part}' if part else ''}"
             group = BufferGroup(name=name, pool=pools[key], window=window, page_size=_page_size(runner, number, spec))
             (its if is_draft else mine).append(
                 AttachedGroup(
@@ -84,7 +98,7 @@ def attach(worker: Any, *, read_bytes: int, drafts: frozenset[str]) -> tuple[lis
                     group=group,
                     block_size=spec.block_size,
                     layers=tuple(names),
-                    sources_of_a_head=len(pools[key].layer_names) // (len(names) * views[names[0]].shape[1]),
+                    sources_of_a_head=len(pools[key].layer_names) // (len(names) * own[names[0]].shape[1]),
                     is_draft=is_draft,
                 )
             )
@@ -92,6 +106,35 @@ def attach(worker: Any, *, read_bytes: int, drafts: frozenset[str]) -> tuple[lis
         expected = "with attention over slots of one token each"
         raise ValueError(must_be("vllm adapter", "KV cache", expected, ", ".join(uncovered) or "no group"))
     return mine + its, uncovered
+
+
+def _why_uncovered(spec: Any) -> str:
+    """Return why slots of layers do not hold one token each, in words; nothing where they do.
+
+    Raises:
+        ValueError: nothing of a model with such layers can be covered.
+    """
+    spec = getattr(spec, "first_spec", spec)
+    kind = type(spec).__name__
+    if kind == _WITH_SINKS:
+        expected = "without static sinks (which are no request's tokens, and are counted as such)"
+        raise ValueError(must_be("vllm adapter", "KV cache", expected, kind))
+    if kind not in (*_FULL, *_WINDOWED):
+        return kind
+    states = getattr(spec, "tokens_per_state", 1)
+    return "" if states == 1 else f"{kind}, {states} tokens in a slot"
+
+
+def _view(layer: Any) -> torch.Tensor:
+    """Return a layer's memory as [blocks, heads, tokens, content]; latent attention is bound without the one head."""
+    view: torch.Tensor = layer.kv_cache
+    return view.unsqueeze(1) if view.dim() == 3 else view
+
+
+def _geometry(view: torch.Tensor, spec: Any) -> tuple[Any, ...]:
+    """Return what layers of one pool have in common."""
+    spec = getattr(spec, "first_spec", spec)
+    return spec.block_size, spec.head_size, spec.dtype, view.shape[1:], view.stride(), view.dtype
 
 
 def _page_size(runner: Any, number: int, spec: Any) -> int:

@@ -113,14 +113,19 @@ class Session:
         hooks.check_worker(worker, is_v2=self._is_v2)
         if config.metrics_port:
             # Every rank is a process with a port of its own.
-            config = dataclasses.replace(config, metrics_port=config.metrics_port + worker.rank)
+            config = dataclasses.replace(config, metrics_port=config.metrics_port + support.number_of(worker))
         self.worker, self.runner = worker, worker.model_runner
         # Why the canary is off: "closed", once it is.
         self.off = ""
         # Whether steps are made up by the worker itself.
         self._warms = False
         layers = support.draft_layers(self.runner, is_v2=self._is_v2)
-        self.groups, self.uncovered = pools.attach(worker, read_bytes=config.read_bytes, drafts=layers)
+        self.groups, self.uncovered = pools.attach(
+            worker,
+            read_bytes=config.read_bytes,
+            drafts=layers,
+            unfollowed=support.unfollowed_layers(worker, layers, is_v2=self._is_v2),
+        )
         mine = [g for g in self.groups if not g.is_draft]
         settings = worker.vllm_config
         most, longest = settings.scheduler_config.max_num_seqs, settings.model_config.max_model_len
@@ -128,7 +133,8 @@ class Session:
         rows = 2 * most + 2
         self.requests = Requests(num_rows=rows, max_len=longest)
         self._blocks = Blocks(
-            mine,
+            # Whose layers differ has one list of blocks all the same.
+            list({g.number: g for g in reversed(mine)}.values())[::-1],
             num_rows=rows,
             max_len=longest,
             num_blocks=self.runner.kv_cache_config.num_blocks,
@@ -450,7 +456,7 @@ class Session:
             "left_out": self.left_out,
             "off": self.off,
             "mode": self.manager.config.mode,
-            "rank": self.worker.rank,
+            "rank": support.number_of(self.worker),
             "process": os.getpid(),
             "runner": "V2" if self._is_v2 else "V1",
             "groups": [g.group.name for g in self.groups],
@@ -672,7 +678,10 @@ class Session:
                 self.manager.retire(pool, slots)
         for group, slots, row in self._blocks.take_handed_out_twice():
             # Again, so that who reads it is told whose it is now.
-            self.manager.retire(group.group.pool, slots, owner=self.requests.owner_of(row), handed_out=True)
+            for each in self.groups:
+                if each.number == group.number and not each.is_draft:
+                    owner = self.requests.owner_of(row)
+                    self.manager.retire(each.group.pool, slots, owner=owner, handed_out=True)
         for copied in copies:
             self._blocks.copied_to(copied.dst_block_id)
             for group in self.groups:

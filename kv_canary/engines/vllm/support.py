@@ -48,6 +48,9 @@ def check(worker: Any) -> None:
             raise ValueError(must_be("vllm adapter", name, f"off ({reason})", "on"))
     if named := [name for name in _connectors(config.kv_transfer_config) if name in _CONNECTORS]:
         raise ValueError(must_be("vllm adapter", "kv_connector", f"another one ({_CONNECTORS[named[0]]})", named[0]))
+    if getattr(config.speculative_config, "enable_adaptive_verification", False):
+        expected = "off (how many drafts of each request are verified is known on the device alone)"
+        raise ValueError(must_be("vllm adapter", "enable_adaptive_verification", expected, "on"))
     if config.model_config.is_encoder_decoder:
         raise ValueError(must_be("vllm adapter", "model", "without a cross-attention cache", "an encoder-decoder"))
 
@@ -111,6 +114,20 @@ def draft_layers(runner: Any, *, is_v2: bool) -> frozenset[str]:
     """Return the names of the layers that a draft model writes, behind the forward of the target."""
     found = drafter(runner, is_v2=is_v2)
     return frozenset(getattr(found, "draft_attn_layer_names" if is_v2 else "_draft_attn_layer_names", None) or ())
+
+
+def unfollowed_layers(worker: Any, drafts: frozenset[str], *, is_v2: bool) -> dict[str, str]:
+    """Return the names of layers that cannot be followed, each with the reason."""
+    config = worker.vllm_config.speculative_config
+    if not is_v2 or config is None or not getattr(config, "use_multi_module_mtp", bool)():
+        return {}
+    return dict.fromkeys(drafts, "MTP of several modules, which writes positions again that others rely on")
+
+
+def number_of(worker: Any) -> int:
+    """Return a worker's number among those of all data-parallel engines."""
+    parallel = worker.vllm_config.parallel_config
+    return int(getattr(parallel, "data_parallel_index", 0)) * int(parallel.world_size) + int(worker.rank)
 
 
 def drafter(runner: Any, *, is_v2: bool) -> Any:
