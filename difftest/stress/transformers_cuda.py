@@ -4,8 +4,10 @@
 
 Tiny random models are served by transformers' continuous batching, twice in each of its ways of running: the tokens
 must be the same with a canary as without, the canary must find nothing and leave no cached position out, and graphs
-must really have been replayed. Then one bit of a cached key is flipped for one forward, through the engine's own
-tensors: the canary must name it, and nothing else. Ends with status 1 if anything is not so.
+must really have been replayed. So must tokens be that are sampled, by the device's own random generator, with the
+canary as it is by default: it measures what it costs then, and captures graphs beside those that sample. Then one bit
+of a cached key is flipped for one forward, through the engine's own tensors: the canary must name it, and nothing else.
+Ends with status 1 if anything is not so.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ COUNTS = ("forwards", "replays", "prefix_hits", "soft_resets")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # By data type: those that are compared, and those that a bit is flipped in.
 COMPARED = {"bf16": tuple(MODES), "fp32": ("eager", "graphs")}
+SAMPLED = {"bf16": ("eager", "graphs"), "fp32": ()}
 FLIPPED = {"bf16": ("eager", "graphs", "graphs and async"), "fp32": ()}
+_SEED = 5
 
 
 @dataclass(kw_only=True)
@@ -97,6 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if mode in COMPARED[dtype]:
                     rows.append({**case, "mode": mode, **compare(model, mode)})
                     print(_line(rows[-1]), flush=True)
+                if mode in SAMPLED[dtype]:
+                    rows.append({**case, "mode": mode, **compare_sampled(model, mode)})
+                    print(_line(rows[-1]), flush=True)
                 if mode in FLIPPED[dtype]:
                     flips.append({**case, "mode": mode, **plant(model, mode)})
                     print(_line(flips[-1]), flush=True)
@@ -132,6 +139,30 @@ def compare(model: Any, mode: str) -> dict[str, Any]:
         "graphs as asked": (watched.replays > 0 and watched.captured > 0) == graphs,
         "as many replays": watched.replays == plain.replays,
     }
+    return _row(checks, canary, plain=plain, watched=watched)
+
+
+def compare_sampled(model: Any, mode: str) -> dict[str, Any]:
+    """Serve requests whose tokens are sampled, twice without a canary and once with one as it is by default."""
+    plain, again = (serve(model, mode, samples=True) for _ in range(2))
+    canary = kv_canary.install(model, check_tokens=True)
+    watched = serve(model, mode, samples=True)
+    canary.flush()
+    canary.uninstall()
+    summary = canary.summary()
+    checks = {
+        # Otherwise it could not be told who has changed what.
+        "same tokens without, twice": plain.tokens == again.tokens,
+        "same tokens": plain.tokens == watched.tokens,
+        "no violations": summary.violations == 0,
+        "every forward": summary.steps == watched.forwards > 0,
+        "healthy": summary.watching == "complete",
+    }
+    return {"samples": True, **_row(checks, canary, plain=plain, watched=watched)}
+
+
+def _row(checks: dict[str, bool], canary: Any, *, plain: Served, watched: Served) -> dict[str, Any]:
+    """Return what is kept of a comparison."""
     return {
         "ok": all(checks.values()),
         "failed": [name for name, held in checks.items() if not held],
@@ -142,7 +173,7 @@ def compare(model: Any, mode: str) -> dict[str, Any]:
         "soft_resets": watched.soft_resets,
         "seconds_without": round(plain.seconds, 3),
         "seconds_with": round(watched.seconds, 3),
-        "summary": summary.as_dict(),
+        "summary": canary.summary().as_dict(),
         "reports": [r.sentence for r in canary.reports[:4]],
     }
 
@@ -169,13 +200,14 @@ def plant(model: Any, mode: str) -> dict[str, Any]:
     }
 
 
-def serve(model: Any, mode: str, *, flip_for: Any = None) -> Served:
+def serve(model: Any, mode: str, *, flip_for: Any = None, samples: bool = False) -> Served:
     """Serve three waves of requests and return what happened; a wave is submitted as one, so that runs are alike."""
     served = Served()
+    torch.manual_seed(_SEED)
     with _counting(served):
         manager = model.init_continuous_batching(
             generation_config=GenerationConfig(
-                max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0
+                max_new_tokens=NEW_TOKENS, do_sample=samples, eos_token_id=-1, pad_token_id=0
             ),
             continuous_batching_config=_batching_config(MODES[mode]),
         )
@@ -380,7 +412,7 @@ def _tokens(generator: torch.Generator, count: int) -> list[int]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    name = f"{row['model']} {row['dtype']} {row['mode']}"
+    name = f"{row['model']} {row['dtype']} {row['mode']}{' sampled' * row.get('samples', False)}"
     if "planted" in row:
         return f"{name:28} flip {'found' if row['ok'] else 'NOT FOUND'}: {row['planted']}"
     counts = ", ".join(f"{row[name]} {name.replace('_', ' ')}" for name in COUNTS)
