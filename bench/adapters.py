@@ -32,6 +32,8 @@ from unittest import mock
 
 import click
 
+from kv_canary.commands.paths import OUT_FILE
+
 # Of a prompt; tokens that a request decodes at least; steps before those that are timed, and timed ones.
 PROMPT, LONGEST, WARM_UP, TIMED = 24, 500, 40, 120
 # Bytes that are more than a CPU's caches hold.
@@ -379,7 +381,7 @@ def _prompt(number: int) -> list[int]:
 @click.option(
     "--json",
     "json_path",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OUT_FILE,
     help="Add the rows here; those of other engines that it has stay.",
 )
 def adapters(engine: str, requests: tuple[int, ...], json_path: Path | None) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kv_canary.commands.group import LazyGroup
+from kv_canary.commands.paths import OUT_FILE, OUT_FILE_OR_DASH
 from kv_canary.extras import install_command
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def bench() -> None:
 @click.option(
     "--json",
     "json_path",
-    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    type=OUT_FILE_OR_DASH,
     help="Write the result here, after every case; -: to stdout, in place of the tables.",
 )
 @click.option("--plots", type=FOLDER, help="Draw the result into this folder, as SVG.")
@@ -207,7 +208,7 @@ def ops(
 @click.option(
     "--share", type=click.FloatRange(0, 1), default=0.005, show_default=True, help="As scrub_share may be set."
 )
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the result here.")
+@click.option("--json", "json_path", type=OUT_FILE, help="Write the result here.")
 @click.option("--commit", help="The commit measured, for the JSON. [default: what git says]")
 def seals(device: str | None, share: float, json_path: Path | None, commit: str | None) -> None:
     """Time the two ops of seals over every byte of K and V, beside a copy, and what a scrub and a verdict take.

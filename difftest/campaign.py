@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import multiprocessing
 import os
@@ -433,9 +434,14 @@ class _Hunt:
 
 
 def _file_name(mismatch: Mismatch) -> str:
-    """One name for one kind of failure: what is found again replaces what was saved."""
+    """One name for one kind of failure: what is found again replaces what was saved, and nothing else does."""
     parts = [mismatch.op, mismatch.backend, mismatch.outcome.name.lower(), mismatch.path]
-    return re.sub(r"[^a-z0-9_]+", "-", "-".join(p for p in parts if p)) + SUFFIX
+    whole = "-".join(p for p in parts if p)
+    name = re.sub(r"[^a-z0-9_]+", "-", whole.lower())
+    if name != whole:
+        # Others may be called alike, where a file system does not tell capitals apart, too.
+        name += "-" + hashlib.sha256(whole.encode()).hexdigest()[:8]
+    return name + SUFFIX
 
 
 def _job(campaign: Campaign, index: int, generation: int, start: float, events: Any, stop: Event) -> None:

@@ -16,9 +16,9 @@ import click
 
 from kv_canary.cases.imports import check_imports, replay_line
 from kv_canary.commands.group import LazyGroup
+from kv_canary.commands.paths import OUT_FILE
 from kv_canary.difftest.options import (
     FILE,
-    OUT_FILE,
     commit_option,
     device_option,
     jobs_option,

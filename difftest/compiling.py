@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from kv_canary.backends import compiling_for, implementation, interpreting
+from kv_canary.difftest.autotuned import untimed
 from kv_canary.difftest.search import draw_cases
 from kv_canary.difftest.strategies.large import large_cases
 from kv_canary.errors import must_be
@@ -164,7 +165,7 @@ def compiler(capability: tuple[int, int], *, op: str = "") -> Iterator[list[Kern
     driver.set_active(_Driver(target))
     JITFunction.run = compile_only
     try:
-        with compiling_for(capability):
+        with compiling_for(capability), untimed():
             yield found
     finally:
         JITFunction.run = run

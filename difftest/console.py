@@ -145,7 +145,7 @@ def show_campaign(
         )
         console.print(f"replay it with: {lines[str(finding.file)]}", soft_wrap=True, highlight=False)
     for error in result.errors:
-        console.print(f"\n[bold red]error[/] in the harness:\n{error}", markup=True, highlight=False)
+        console.print(f"\n[bold red]error[/] in the harness:\n{escape(error)}", markup=True, highlight=False)
 
 
 def show_replay(console: Console, case: CaseFile, replay: Replay) -> None:
@@ -174,7 +174,7 @@ def show_replay(console: Console, case: CaseFile, replay: Replay) -> None:
         row = [difference.path, difference.where, difference.expected, difference.got]
         if traced:
             row.append("\n".join(difference.writers or ()) or "no program")
-        decoded.add_row(*row)
+        decoded.add_row(*map(Text, row))
     console.print(decoded)
 
 
@@ -201,10 +201,12 @@ def call_table(case: CaseFile) -> Table:
         kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         if tensor.dim() > 1 and len(tensor) > 1 and tensor.stride(0) > tensor[0].numel():
             kind += f", a row every {tensor.stride(0)}"
-        table.add_row(leaf.path, leaf.role, kind, _values(tensor) if leaf.role != "out" else "")
+        cells = (leaf.path, leaf.role, kind, _values(tensor) if leaf.role != "out" else "")
+        table.add_row(*map(Text, cells))
     for name, value in case.arguments.items():
         if value is None or isinstance(value, int):
-            table.add_row(name, "in", type(value).__name__ if value is not None else "", str(value))
+            cells = (name, "in", type(value).__name__ if value is not None else "", str(value))
+            table.add_row(*map(Text, cells))
         for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
             inner = getattr(value, field.name)
             if dataclasses.is_dataclass(inner):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kv_canary.cases.casefile import CaseFile
-from kv_canary.cases.comparison import elements_apart, place_of, violation_logs
+from kv_canary.cases.comparison import elements_apart, place_in_span, place_of, violation_logs
 from kv_canary.constants import BAD_SLOT, HEAD_OF_CHAIN, OWNER_MASK, UNCHECKED, Reason
 from kv_canary.difftest.trace import writes_to
 from kv_canary.specs.interface import KernelSpec, Leaf, TensorSpec
@@ -97,7 +97,7 @@ def _element_differences(leaf: Leaf, expected: torch.Tensor, got: torch.Tensor, 
         row, column = divmod(index, max(stride, 1))
         place = where(row, column) if column < width else f"in the gap after {where(row, width - 1)}"
         if like.dim() > 2:
-            place = place_of(like, index)
+            place = place_of(like, index) if packed else place_in_span(like, index)
         # Where rows were packed, the byte is that of the tensor as it lies in memory.
         in_memory = (row * like.stride(0) + column) * item if like.dim() == 2 else index * item
         found.append(
@@ -194,7 +194,7 @@ def _meaning(leaf: Leaf) -> tuple[Where, Say]:
 
     def where(row: int, column: int) -> str:
         if len(spec.shape) < 2:
-            return noun if spec.shape == (1,) else f"{noun} {row}"
+            return noun if spec.shape in ((), (1,)) else f"{noun} {row}"
         line = spec.lines[row] if spec.lines else f"{noun} {row}"
         return f"{line}, {spec.columns[column] if spec.columns else column}"
 
@@ -215,7 +215,7 @@ def _noun(leaf: Leaf, spec: TensorSpec) -> str:
     """Return what a row of the tensor stands for."""
     if spec.columns == RECORD_FIELDS:
         return "record of slot"
-    first = spec.shape[0]
+    first = spec.shape[0] if spec.shape else 1
     if not isinstance(first, str):
         return leaf.path.split(".")[-1].split("[")[0]
     return _NOUNS.get(first.split("+")[0], first.split("+")[0])

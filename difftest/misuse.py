@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kv_canary.cases.casefile import content_bytes
 from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.ops import Op
 from kv_canary.specs.interface import ArgumentSpec, KernelSpec, ScalarSpec, StructSpec, TensorSpec, TensorsSpec
@@ -38,7 +39,7 @@ def check_misuse(spec: KernelSpec, arguments: Mapping[str, Any]) -> None:
         problem = _problem(op, misuse)
         if not problem:
             after = {leaf.path: leaf.tensor for leaf in spec.leaves(bound)}
-            written = [path for path, tensor in before.items() if not torch.equal(after[path], tensor)]
+            written = [p for p, t in before.items() if not torch.equal(content_bytes(after[p]), content_bytes(t))]
             problem = f"it wrote {written[0]} all the same" if written else ""
         if problem:
             raise Mismatch(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kv_canary.commands.paths import OUT_FILE
 from kv_canary.constants import BACKENDS
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ EVERY_S = 30.0
 
 DEVICES = click.Choice(["cpu", "cuda"])
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-OUT_FILE = click.Path(dir_okay=False, path_type=Path)
 
 backend_option = click.option(
     "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="The canary's."

@@ -11,7 +11,7 @@ from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.cases.imports import check_imports
 from kv_canary.difftest.decode import Difference, differences
 from kv_canary.difftest.minimize import minimize
-from kv_canary.difftest.worker import Executor
+from kv_canary.difftest.worker import Executor, expect_device
 from kv_canary.specs import get_spec
 
 
@@ -48,9 +48,10 @@ def replay_case(
         trace: find out which program wrote each, by one more launch, in the interpreter, in this process.
 
     Raises:
-        ValueError: the case names code that is not among `imports`; none of it has run.
+        ValueError: the case names code that is not among `imports`, of which none has run, or there is no such device
+            or planted bug here.
     """
-    check_imports(file.imports, imports)
+    _check_here(file, imports=imports, device=device, plant=plant)
     spec = get_spec(file.op)
     with Executor(device=device, imports=imports, plant=plant) as executor:
         mismatch = executor.check(spec, file.arguments)
@@ -66,6 +67,16 @@ def replay_case(
     else:
         found = differences(spec, fresh, most=most, trace=trace)
     return Replay(mismatch=mismatch, differences=found)
+
+
+def _check_here(file: CaseFile, *, imports: Sequence[str], device: str, plant: str | None) -> None:
+    """See that a case can run here: what a process of its own cannot begin with is not the case's failure."""
+    check_imports(file.imports, imports)
+    expect_device(device)
+    if plant is not None:
+        from kv_canary.difftest.mutation.planted import find_planted
+
+        find_planted(plant)
 
 
 def minimize_case(
@@ -85,9 +96,10 @@ def minimize_case(
         on_progress: told the runs so far and the size of the smallest case.
 
     Raises:
-        ValueError: the case names code that is not among `imports`; none of it has run.
+        ValueError: the case names code that is not among `imports`, of which none has run, or there is no such device
+            or planted bug here.
     """
-    check_imports(file.imports, imports)
+    _check_here(file, imports=imports, device=device, plant=plant)
     spec = get_spec(file.op)
     with Executor(device=device, imports=imports, plant=plant) as executor:
         first = executor.check(spec, file.arguments)

@@ -22,6 +22,7 @@ import torch
 from kv_canary.backends import interpreting
 from kv_canary.cases.casefile import decode, encode
 from kv_canary.cases.comparison import Mismatch, Outcome
+from kv_canary.difftest.autotuned import never_time
 from kv_canary.difftest.interpreter import quicken
 from kv_canary.difftest.patience import Patience
 from kv_canary.difftest.runner import check_case
@@ -220,6 +221,7 @@ def _serve(pipe: Connection, device: str, imports: Sequence[str], plant: str | N
     prepare(device)
     if interpreting() and has_triton():
         quicken()
+        never_time()
     import_all(imports)
     if plant is not None:
         from kv_canary.difftest.mutation.planted import plant as plant_bug
@@ -258,9 +260,14 @@ def prepare(device: str) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         torch.set_num_threads(1)
         return
-    if not torch.cuda.is_available():
-        raise ValueError("kv-canary: difftest: device must be one that is here, got 'cuda' on a machine without a GPU")
+    expect_device(device)
     os.environ["TRITON_INTERPRET"] = "0"
+
+
+def expect_device(device: str) -> None:
+    """See that kernels can run on `device` here; ValueError where they cannot."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("kv-canary: difftest: device must be one that is here, got 'cuda' on a machine without a GPU")
 
 
 def _to_numpy(value: Any) -> Any:

@@ -12,6 +12,7 @@ import click
 
 from kv_canary import __version__
 from kv_canary.commands.group import LazyGroup
+from kv_canary.commands.paths import OUT_FILE
 from kv_canary.constants import BACKENDS
 from kv_canary.extras import install_command
 
@@ -88,7 +89,7 @@ def main(verbose: bool) -> None:
     "--read-bytes", type=click.IntRange(1), default=16, show_default=True, help="Bytes fingerprinted a token."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the models and of what is damaged.")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the facts here too.")
+@click.option("--json", "json_path", type=OUT_FILE, help="Write the facts here too.")
 def demo(
     backend: str,
     device: str,

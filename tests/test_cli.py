@@ -538,3 +538,16 @@ def test_settings_are_shown(arguments: list[str], words: str) -> None:
 def test_a_setting_that_there_is_not_is_misuse() -> None:
     found = CliRunner().invoke(main, ["settings", "strid_e"])
     assert (found.exit_code, "must be a setting, or a part of one, got 'strid_e'" in found.output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "command", [("difftest", "run", "--op", "retire"), ("demo",), ("bench",), ("run", "--", "true"), ("stress", "soak")]
+)
+def test_a_file_in_a_folder_that_is_not_there_is_misuse_before_any_work(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    at = command.index("--") if "--" in command else len(command)
+    given = [*command[:at], "--json", str(tmp_path / "no" / "x.json"), *command[at:]]
+    done = CliRunner().invoke(main, given)
+    assert done.exit_code == 2, done.output
+    assert "must be there, got none" in " ".join(done.output.split())

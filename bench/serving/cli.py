@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from kv_canary.commands.paths import OUT_FILE
+
 _MODELS, _MODES = (
     ("8b", "1b", "tiny"),
     ("none", "ours", "ours_sampled", "ours_writes", "ours_full", "sgl", "sgl_partial", "sgl_all"),
@@ -71,7 +73,7 @@ def _names(known: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, 
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="Where.")
 @click.option("--unfrozen", is_flag=True, help="Leave Python's garbage collector as SGLang's offline engine has it.")
 @click.option("--private", is_flag=True, help="Weights and KV for each scheduler, instead of one copy for all.")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the result here.")
+@click.option("--json", "json_path", type=OUT_FILE, help="Write the result here.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Logs. [default: a temporary folder]")
 @click.option("--commit", help="The commit measured, for the JSON. [default: what git says]")
 def engine(

@@ -195,14 +195,14 @@ def check_round_trip(spec: KernelSpec, arguments: Mapping[str, Any]) -> None:
     for leaf in spec.leaves(bound):
         mine, other = leaf.tensor, theirs.get(leaf.path)
         same = other is not None and _layout(mine) == _layout(other)
-        if not same or other is None or not torch.equal(_content_bytes(mine), _content_bytes(other)):
+        if not same or other is None or not torch.equal(content_bytes(mine), content_bytes(other)):
             raise Mismatch(Outcome.FILE_DIFFERS, op=spec.name, backend="spec", path=leaf.path)
     for name, declared in spec.arguments.items():
         if isinstance(declared, ScalarSpec) and loaded[name] != bound[name]:
             raise Mismatch(Outcome.FILE_DIFFERS, op=spec.name, backend="spec", path=name)
 
 
-def _content_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def content_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of the values: no value is unequal to itself, not even NaN."""
     return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 

@@ -201,6 +201,16 @@ def place_of(like: torch.Tensor, index: int) -> str:
     return str([int(i) for i in torch.unravel_index(torch.tensor(index), like.shape)])
 
 
+def place_in_span(like: torch.Tensor, index: int) -> str:
+    """Return the indices of an element of a tensor's span, in which rows may lie apart, as text."""
+    place, left = [0] * like.dim(), index
+    for axis in sorted(range(like.dim()), key=like.stride, reverse=True):
+        if like.shape[axis] > 1:
+            place[axis], left = divmod(left, like.stride(axis))
+    inside = not left and all(i < extent for i, extent in zip(place, like.shape, strict=True))
+    return str(place) if inside else f"in a gap, element {index}"
+
+
 def _values_at(like: torch.Tensor, expected: torch.Tensor, got: torch.Tensor, index: int) -> str:
     """Say where an element of two byte strings, laid out as `like`, is, and both values."""
     item = like.element_size()
@@ -212,5 +222,5 @@ def _values_at(like: torch.Tensor, expected: torch.Tensor, got: torch.Tensor, in
         width = like.shape[1] if packed else like.stride(0)
         where = f"[{index // width}, {index % width}]"
     elif like.dim() > 2:
-        where = place_of(like, index)
+        where = place_of(like, index) if len(expected) == like.numel() * item else place_in_span(like, index)
     return f"{where}: expected {values[0]}, got {values[1]}"

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from kv_canary.commands.paths import OUT_FILE
+
 
 @click.command()
 @click.argument("bundle", type=click.Path(dir_okay=False, path_type=Path))
@@ -15,7 +17,7 @@ import click
     "--html",
     "html_path",
     metavar="OUT.html",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OUT_FILE,
     help="Draw the slot timeline into this file: one page that needs no network.",
 )
 def report(bundle: Path, as_json: bool, html_path: Path | None) -> None:

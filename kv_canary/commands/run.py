@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kv_canary.commands.paths import OUT_FILE
 from kv_canary.settings import ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -97,12 +98,8 @@ class Verdict:
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--mode", type=click.Choice(["log", "raise"]), help="log goes on; raise ends the step. [default: log]")
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting, as stride=1; repeatable.")
-@click.option(
-    "--event-log", type=click.Path(dir_okay=False, path_type=Path), help="Keep the events here. [default: nowhere]"
-)
-@click.option(
-    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the verdict here too."
-)
+@click.option("--event-log", type=OUT_FILE, help="Keep the events here. [default: nowhere]")
+@click.option("--json", "json_path", type=OUT_FILE, help="Write the verdict here too.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
     mode: str | None,

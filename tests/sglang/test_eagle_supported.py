@@ -48,6 +48,7 @@ def test_chains_of_drafts_are_served(algorithm: str | None) -> None:
         ({"enable_multi_layer_eagle": True}, "enable_multi_layer_eagle must be off"),
         ({"speculative_adaptive": True}, "speculative_adaptive must be off"),
         ({"speculative_draft_window_size": 128}, "speculative_draft_window_size must be off"),
+        ({"enable_streaming_session": True}, "enable_streaming_session must be off"),
         ({"pp_size": 2}, "pp_size must be 1 with speculative decoding"),
     ],
 )
@@ -61,6 +62,16 @@ def test_settings_of_the_environment_are_refused_by_name(monkeypatch: pytest.Mon
     speculative.check_supported(arguments())
     monkeypatch.setenv("SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND", "true")
     with pytest.raises(ValueError, match="SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND must be off"):
+        speculative.check_supported(arguments())
+
+
+@pytest.mark.parametrize(("value", "refused"), [("-1", False), ("0", False), ("2.5", True), ("", False)])
+def test_an_acceptance_that_is_made_up_is_refused(value: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", value)
+    if not refused:
+        speculative.check_supported(arguments())
+        return
+    with pytest.raises(ValueError, match=r"SGLANG_SIMULATE_ACC_LEN must be off .*, got 2.5"):
         speculative.check_supported(arguments())
 
 

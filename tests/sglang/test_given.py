@@ -18,6 +18,9 @@ from kv_canary.engines.sglang import graphs, session
 
 from . import engine
 
+# Those that a graph's were copied from.
+POSITIONS = torch.arange(11, 19)
+
 
 def tokens(n: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
@@ -131,14 +134,14 @@ def test_a_graphs_tensors_are_read_where_they_are() -> None:
     runner.decode_cuda_graph_runner = SimpleNamespace(buffers=SimpleNamespace(**tensors))
     group = SimpleNamespace(name="full", lut=None)
     known = graphs.Graphs()
-    found = known.inputs_of(runner, SimpleNamespace(can_run_graph=True), [group], count=3)
+    found = known.inputs_of(runner, SimpleNamespace(can_run_graph=True), [group], count=3, positions=POSITIONS)
     assert found is not None
     assert found.is_in_place
-    assert known.inputs_of(runner, SimpleNamespace(can_run_graph=True), [group], count=3) is found
+    assert known.inputs_of(runner, SimpleNamespace(can_run_graph=True), [group], count=3, positions=POSITIONS) is found
     assert found.out_slots["full"] is tensors["out_cache_loc"]
     assert (found.rows, found.lengths) == (tensors["req_pool_indices"], tensors["seq_lens"])
-    assert known.inputs_of(runner, SimpleNamespace(can_run_graph=False), [group], count=3) is None
-    assert known.inputs_of(other, SimpleNamespace(can_run_graph=True), [group], count=3) is None
+    assert known.inputs_of(runner, SimpleNamespace(can_run_graph=False), [group], count=3, positions=POSITIONS) is None
+    assert known.inputs_of(other, SimpleNamespace(can_run_graph=True), [group], count=3, positions=POSITIONS) is None
 
 
 def test_what_a_graph_looks_up_is_looked_up_again() -> None:
@@ -147,7 +150,7 @@ def test_what_a_graph_looks_up_is_looked_up_again() -> None:
     runner = Runner()
     runner.decode_cuda_graph_runner = SimpleNamespace(buffers=SimpleNamespace(**tensors))
     groups = [SimpleNamespace(name="full", lut=None), SimpleNamespace(name="swa", lut=torch.arange(20).roll(1))]
-    found = graphs.Graphs().inputs_of(runner, SimpleNamespace(can_run_graph=True), groups, count=3)
+    found = graphs.Graphs().inputs_of(runner, SimpleNamespace(can_run_graph=True), groups, count=3, positions=POSITIONS)
     assert found is not None
     assert not found.is_in_place
     assert found.out_slots["full"].tolist() == [2, 3, 4]
@@ -156,3 +159,28 @@ def test_what_a_graph_looks_up_is_looked_up_again() -> None:
     assert found.lengths is not None
     assert (found.rows.tolist(), found.lengths.tolist()) == ([3, 4, 5], [4, 5, 6])
     assert (found.input_ids.tolist(), found.positions.tolist()) == ([0, 1, 2], [1, 2, 3])
+
+
+@pytest.mark.parametrize(("module", "expected"), [("gemma3_mm", [11, 12, 13]), ("llama", [1, 2, 3])])
+def test_positions_that_a_model_counts_on_in_its_graph_are_those_before_it(module: str, expected: list[int]) -> None:
+    names = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens")
+    tensors = {name: torch.arange(i, i + 8) for i, name in enumerate(names)}
+    runner: Any = Runner()
+    runner.decode_cuda_graph_runner = SimpleNamespace(buffers=SimpleNamespace(**tensors))
+    runner.model = type("Derived", (type("Model", (), {"__module__": f"sglang.srt.models.{module}"}),), {})()
+    groups = [SimpleNamespace(name="full", lut=None)]
+    found = graphs.Graphs().inputs_of(runner, SimpleNamespace(can_run_graph=True), groups, count=3, positions=POSITIONS)
+    assert found is not None
+    assert found.positions[:3].tolist() == expected
+    assert found.is_in_place == (module == "llama")
+
+
+@pytest.mark.parametrize("module", graphs._WRITE_POSITIONS)
+def test_models_that_count_positions_on_are_there(module: str) -> None:
+    import importlib.util
+    from pathlib import Path
+
+    spec = importlib.util.find_spec(f"sglang.srt.models.{module}")
+    assert spec is not None
+    assert spec.origin is not None
+    assert "positions += 1" in Path(spec.origin).read_text(encoding="utf-8")

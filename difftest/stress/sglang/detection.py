@@ -18,6 +18,7 @@ from rich.table import Table
 
 from kv_canary.commands.evidence_pages import fill
 from kv_canary.commands.facts import facts
+from kv_canary.commands.paths import OUT_FILE
 from kv_canary.difftest.options import commit_option, json_option
 from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.stress import causes
@@ -161,7 +162,7 @@ def show(rows: Sequence[dict[str, Any]], console: Console, *, seconds: float) ->
 @click.option("--seeds", type=click.IntRange(1), default=5, show_default=True, help="Lives per fault.")
 @click.option("--fault", "names", multiple=True, help="Only faults whose names begin so. [default: all]")
 @json_option("Write the rows here too.")
-@click.option("--page", "written", type=click.Path(dir_okay=False, path_type=Path), help="Write the page here too.")
+@click.option("--page", "written", type=OUT_FILE, help="Write the page here too.")
 @commit_option()
 def main(seeds: int, names: tuple[str, ...], json_path: Path | None, written: Path | None, commit: str | None) -> None:
     """Bring the same faults into the same running SGLang, before kv-canary and before SGLang's own canary.

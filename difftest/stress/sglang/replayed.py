@@ -34,7 +34,9 @@ class Graphs(graphs.Graphs):
         self._batch = forward_batch
         return bool(forward_batch.forward_mode.is_decode())
 
-    def inputs_of(self, runner: Any, result: Any, groups: Sequence[BufferGroup], *, count: int) -> ModelInputs | None:
+    def inputs_of(
+        self, runner: Any, result: Any, groups: Sequence[BufferGroup], *, count: int, positions: torch.Tensor
+    ) -> ModelInputs | None:
         batch = self._batch
         if not batch.forward_mode.is_decode():
             return None

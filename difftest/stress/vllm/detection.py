@@ -25,6 +25,7 @@ from rich.table import Table
 
 from kv_canary.commands.evidence_pages import fill
 from kv_canary.commands.facts import facts
+from kv_canary.commands.paths import OUT_FILE
 from kv_canary.difftest.options import commit_option, json_option
 from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.stress import causes
@@ -327,7 +328,7 @@ def _ordered(kept: Mapping[tuple[str, str], dict[str, Any]]) -> list[dict[str, A
 @click.option("--fault", "names", multiple=True, help="Only faults whose names begin so. [default: all]")
 @click.option("--runner", "runners", multiple=True, type=click.Choice(RUNNERS), help="Only this one. [default: both]")
 @json_option("Write the rows here as they come, beside those of this code that it has already.")
-@click.option("--page", "written", type=click.Path(dir_okay=False, path_type=Path), help="Write the page here too.")
+@click.option("--page", "written", type=OUT_FILE, help="Write the page here too.")
 @commit_option()
 def main(
     seeds: int,

@@ -50,6 +50,13 @@ HOOKS = (
         kind="before",
         name="weights_changed",
     ),
+    # Takes the pools' memory away first, and empties the cache then.
+    Hook(
+        target="sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        ".release_memory_occupation",
+        kind="before",
+        name="memory_goes",
+    ),
 )
 
 _calls: dict[str, int] = {}

@@ -101,6 +101,12 @@ def weights_changed(_updater: Any, request: Any, *_: Any, **__: Any) -> None:
         _current.weights_changed(request)
 
 
+def memory_goes(*_: Any, **__: Any) -> None:
+    """Called before `SchedulerWeightUpdaterManager.release_memory_occupation`: pools may have no memory behind it."""
+    if _current is not None:
+        _current.memory_goes()
+
+
 # What hooks call, by the name that each has there.
 HOOKED: Mapping[str, Callable[..., Any]] = {
     "install": install,
@@ -109,6 +115,7 @@ HOOKED: Mapping[str, Callable[..., Any]] = {
     "idle": idle,
     "add_to_internal_state": add_to_internal_state,
     "weights_changed": weights_changed,
+    "memory_goes": memory_goes,
 }
 
 
@@ -357,6 +364,18 @@ class Session:
                 # Requests that are put off and come again are others' by then.
                 self._composer.forget()
 
+    def memory_goes(self) -> None:
+        """Read all that is still to be read of the pools, and wait for it: no launch survives without its memory."""
+        if self.off:
+            return
+        with self._contain("looking at the pools before their memory goes"):
+            if self._host_tiers is not None:
+                self._host_tiers.settle()
+            self._retire_freed()
+            self.manager.flush()
+            if self.manager.device.type == "cuda":
+                torch.cuda.synchronize(self.manager.device)
+
     def show(self, internal_state: dict[str, Any]) -> None:
         """Put the status into what SGLang shows of a scheduler."""
         with self._contain("the status"):
@@ -526,7 +545,13 @@ class Session:
     def _given(self, watched: SingleForwardManager, runner: Any, forward_batch: Any, result: Any) -> ModelInputs | None:
         """Return what the model has read, in place where a graph of the decode's has; None: as it was described."""
         with self._reads:
-            given = self._graphs.inputs_of(runner, result, watched.groups, count=forward_batch.batch_size)
+            given = self._graphs.inputs_of(
+                runner,
+                result,
+                watched.groups,
+                count=forward_batch.batch_size,
+                positions=forward_batch.positions,
+            )
             if given is None and watched.repeats:
                 given = self._inputs(runner, forward_batch, forward_batch.batch_size)
             return given

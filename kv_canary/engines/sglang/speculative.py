@@ -39,9 +39,11 @@ _UNSERVED = {
     "enable_multi_layer_eagle": "every layer of it has a pool and positions of its own",
     "speculative_adaptive": "the graphs that drafts are written by change while it runs",
     "speculative_draft_window_size": "the draft model's pool is a window",
+    "enable_streaming_session": "the row of a session keeps what was drafted behind its last turn",
 }
 _SKIPS_DRAFT_EXTEND = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 _COORDINATES_PREFILL = "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"
+_SIMULATES = "SGLANG_SIMULATE_ACC_LEN"
 
 
 def check_supported(server_args: Any) -> None:
@@ -72,6 +74,17 @@ def check_supported(server_args: Any) -> None:
     for name in (_SKIPS_DRAFT_EXTEND, _COORDINATES_PREFILL):
         if os.environ.get(name, "").lower() in ("1", "true", "yes", "y", "on", "t"):
             raise ValueError(must_be("sglang adapter", name, "off", "on"))
+    if _is_positive(os.environ.get(_SIMULATES)):
+        expected = "off (what is accepted is not what was drafted)"
+        raise ValueError(must_be("sglang adapter", _SIMULATES, expected, os.environ[_SIMULATES]))
+
+
+def _is_positive(text: str | None) -> bool:
+    """Whether a text is a number above 0."""
+    try:
+        return text is not None and float(text) > 0
+    except ValueError:
+        return False
 
 
 def draft_runners(scheduler: Any) -> list[Any]:
