@@ -21,3 +21,11 @@ def test_tokens_lie_side_by_side_unless_it_is_said_otherwise() -> None:
     assert kc.KvSource(layers=layers, page_size=2, bytes_per_token=8).token_stride_bytes == 8
     with pytest.raises(ValueError, match="token_stride_bytes must be at least 0, got -1"):
         kc.KvSource(layers=layers, page_size=2, bytes_per_token=8, token_stride_bytes=-1)
+
+
+@pytest.mark.parametrize("name", ["no_such", "_op", "__path__"])
+def test_an_op_that_is_not_there_is_an_attribute_that_is_not_there(name: str) -> None:
+    from kv_canary import ops
+
+    with pytest.raises(AttributeError, match=rf"op must be one of .*, got '{name}'"):
+        getattr(ops, name)
