@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kv_canary.commands.group import LazyGroup
-from kv_canary.commands.paths import OUT_FILE, OUT_FILE_OR_DASH
+from kv_canary.commands.paths import OUT_FILE
 from kv_canary.extras import install_command
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ def bench() -> None:
 @click.option(
     "--json",
     "json_path",
-    type=OUT_FILE_OR_DASH,
+    # In a folder that is made with it.
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
     help="Write the result here, after every case; -: to stdout, in place of the tables.",
 )
 @click.option("--plots", type=FOLDER, help="Draw the result into this folder, as SVG.")

@@ -541,7 +541,8 @@ def test_a_setting_that_there_is_not_is_misuse() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("difftest", "run", "--op", "retire"), ("demo",), ("bench",), ("run", "--", "true"), ("stress", "soak")]
+    "command",
+    [("difftest", "run", "--op", "retire"), ("demo",), ("bench", "seals"), ("run", "--", "true"), ("stress", "soak")],
 )
 def test_a_file_in_a_folder_that_is_not_there_is_misuse_before_any_work(
     command: tuple[str, ...], tmp_path: Path

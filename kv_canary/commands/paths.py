@@ -11,8 +11,8 @@ import click
 class _OutFile(click.Path):
     """A file to be written, in a folder that is there: nobody is to work for minutes and learn then that it is not."""
 
-    def __init__(self, *, allow_dash: bool = False) -> None:
-        super().__init__(dir_okay=False, allow_dash=allow_dash, path_type=Path)
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
@@ -22,4 +22,3 @@ class _OutFile(click.Path):
 
 
 OUT_FILE = _OutFile()
-OUT_FILE_OR_DASH = _OutFile(allow_dash=True)
