@@ -356,14 +356,20 @@ def test_a_replay_that_raised_leaves_the_forward_ready() -> None:
     assert engine.manager.summary().watching == "complete"
 
 
+def _serving(*, contains: bool) -> tuple[Engine, Request]:
+    """Return an engine that has served, and its request; whether what fails inside the canary stays there."""
+    engine = full_engine(check_tokens=True)
+    engine.manager.guard.contains = contains
+    request = engine.add("a", 60)
+    engine.step((request, 8))
+    return engine, request
+
+
 @pytest.mark.parametrize("part", ["_launch_head", "write"])
 def test_a_graph_that_a_failed_capture_left_without_head_or_tail_goes_by_unwatched(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = full_engine(check_tokens=True)
-    engine.manager.guard.contains = True
-    a = engine.add("a", 60)
-    engine.step((a, 8))
+    engine, a = _serving(contains=True)
     owner: type = type(engine.forward) if part == "_launch_head" else GroupLaunches
     launch, calls = getattr(owner, part), iter(range(1 << 30))
 
@@ -390,10 +396,7 @@ def test_a_graph_that_a_failed_capture_left_without_head_or_tail_goes_by_unwatch
 def test_a_capture_that_cannot_be_prepared_leaves_the_engine_its_graph(
     contains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = full_engine(check_tokens=True)
-    engine.manager.guard.contains = contains
-    a = engine.add("a", 60)
-    engine.step((a, 8))
+    engine, a = _serving(contains=contains)
 
     def failing(_: Any) -> None:
         raise torch.OutOfMemoryError("in the canary's own launch")

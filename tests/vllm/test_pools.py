@@ -182,6 +182,7 @@ def test_layers_of_one_group_that_differ_in_shape_are_pools_of_their_own() -> No
         (0, "draft full 0", ("draft",)),
     ]
     assert len({g.group.pool for g in found}) == 3
+    assert [g.group.name for g in pools.first_of_each(found[:2])] == ["full 0"]
 
 
 def test_what_keeps_several_tokens_in_a_slot_and_what_cannot_be_followed_is_named() -> None:

@@ -78,7 +78,8 @@ def attach(
             elif not getattr(layers[name], "kv_sharing_target_layer_name", None):
                 views[name] = view = _view(layers[name])
                 alike.setdefault((name in drafts, type(spec).__name__, _geometry(view, spec)), []).append(name)
-        for part, ((is_draft, _, geometry), names) in enumerate(alike.items()):
+        for (is_draft, _, geometry), names in alike.items():
+            ours = its if is_draft else mine
             spec = specs.get(names[0], found.kv_cache_spec)
             own = {name: views[name] for name in names}
             key = (geometry, *(view.data_ptr() for view in own.values()))
@@ -89,10 +90,10 @@ def attach(
             is_windowed = type(spec).__name__ in _WINDOWED
             window = max(spec.sliding_window - 1, 0) if is_windowed else 0
             # The first one of the target, and of a draft, has the plain name.
-            part -= sum(other[0] != is_draft for other in list(alike)[:part])
+            part = sum(other.number == number for other in ours)
             name = f"{'draft ' if is_draft else ''}{'swa' if window else 'full'} {number}{f'.{part}' if part else ''}"
             group = BufferGroup(name=name, pool=pools[key], window=window, page_size=_page_size(runner, number, spec))
-            (its if is_draft else mine).append(
+            ours.append(
                 AttachedGroup(
                     number=number,
                     group=group,
@@ -106,6 +107,14 @@ def attach(
         expected = "with attention over slots of one token each"
         raise ValueError(must_be("vllm adapter", "KV cache", expected, ", ".join(uncovered) or "no group"))
     return mine + its, uncovered
+
+
+def first_of_each(groups: Iterable[AttachedGroup]) -> list[AttachedGroup]:
+    """Return one group for each of vLLM's: those whose layers differ have one list of blocks all the same."""
+    firsts: dict[int, AttachedGroup] = {}
+    for group in groups:
+        firsts.setdefault(group.number, group)
+    return list(firsts.values())
 
 
 def _why_uncovered(spec: Any) -> str:

@@ -133,8 +133,7 @@ class Session:
         rows = 2 * most + 2
         self.requests = Requests(num_rows=rows, max_len=longest)
         self._blocks = Blocks(
-            # Whose layers differ has one list of blocks all the same.
-            list({g.number: g for g in reversed(mine)}.values())[::-1],
+            pools.first_of_each(mine),
             num_rows=rows,
             max_len=longest,
             num_blocks=self.runner.kv_cache_config.num_blocks,
