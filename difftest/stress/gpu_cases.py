@@ -14,6 +14,9 @@ import triton
 LONG = ("prompts", "tokens")
 # What two lives that were scheduled alike have in common: the digest of what each step was given, and who was given up.
 SCHEDULE = ("schedule", "given_up")
+# How far below the likeliest token another may lie that rounding chooses as well, in standard deviations of the logits:
+# kernels on a GPU multiply float32 by ten bits of the mantissa, and other batches are added up in another order.
+ROUNDING = 0.01
 
 
 def write(path: Path | None, result: Mapping[str, Any]) -> None:
@@ -60,6 +63,36 @@ def compared(watched: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, 
         "cut short": sum(len(mine[name]) != len(others[name]) for name in alike),
         "scheduled alike": all(plain.get(key) == watched.get(key) for key in SCHEDULE),
     }
+
+
+def below_the_likeliest(folder: Path, watched: Mapping[str, Any], plain: Mapping[str, Any]) -> list[float]:
+    """Return how far below the likeliest token the lesser of two lies, where two lives differ first, by transformers.
+
+    Where two lives are not scheduled alike, their batches round in other ways, which decides between tokens that are as
+    likely as each other. What somebody else's KV brings is not near.
+
+    Args:
+        folder: of the model's weights, which are served in float32.
+        watched: a life.
+        plain: the other one.
+
+    Returns:
+        In standard deviations of the logits, for each request that `compared` says differs, in its order.
+    """
+    differ = compared(watched, plain)["differ"]
+    if not differ:
+        return []
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    found = []
+    for name, i in differ:
+        ids = watched["prompts"][name] + watched["tokens"][name][:i]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        lesser = min(logits[watched["tokens"][name][i]], logits[plain["tokens"][name][i]])
+        found.append(round(float((logits.max() - lesser) / logits.std()), 5))
+    return found
 
 
 def fault_checks(watched: Mapping[str, Any]) -> dict[str, bool]:
