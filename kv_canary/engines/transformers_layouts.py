@@ -37,6 +37,8 @@ class SectorLayout(Layout):
                 num_slots=num_blocks * page,
                 k_source=self._source([k for k, _ in views], num_blocks, page, stride),
                 v_source=self._source([v for _, v in views], num_blocks, page, stride),
+                # The first two sectors are trash.
+                first_slot=2 * allocator.blocks_per_sector * page,
                 extra_slots=cpu_sectors * allocator.blocks_per_sector * page,
                 layer_names=tuple(f"layer {i}" for i in allocator.layer_indices),
                 device=cache.device,

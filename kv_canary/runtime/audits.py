@@ -20,6 +20,8 @@ from kv_canary.runtime.summary import AuditFacts
 
 # Requests that have ended and whose verdicts are under way, at most; the oldest is waited for then.
 _MOST_UNDER_WAY = 1024
+# Arrivals behind one step whose slots are marked; what is marked no more is looked at again.
+_MOST_CAME = 1024
 
 
 class Audits:
@@ -53,6 +55,8 @@ class Audits:
         self._came: dict[KvPool, tuple[int, list[torch.Tensor]]] = {}
         self._marks: dict[KvPool, torch.Tensor] = {}
         self._under_way: deque[_Completion] = deque()
+        # Verdicts that have arrived and that nobody has asked for yet; of too many the newest.
+        self._arrived: deque[RequestVerdict] = deque(maxlen=_MOST_UNDER_WAY)
         self._spare: list[_Counts] = []
         # As it was before the oldest of those that are under way.
         self._counted = [0] * SEAL_COUNTS
@@ -102,7 +106,8 @@ class Audits:
 
     def _note_what_came(self, pool: KvPool, slots: torch.Tensor) -> None:
         """Mark int64 slots that have been looked at as they came: who reads them at once need not look again."""
-        if pool in self._came and self._came[pool][0] != self._context.step:
+        step, parts = self._came.get(pool, (-1, []))
+        if step != self._context.step or len(parts) >= _MOST_CAME:
             self._forget_what_came(pool)
         if pool not in self._marks:
             self._marks[pool] = torch.zeros(pool.num_slots, dtype=torch.bool, device=self._context.device)
@@ -123,6 +128,9 @@ class Audits:
         for name in slots:
             if name not in self._groups:
                 raise ValueError(must_be("complete", "slots", f"of the groups {', '.join(self._groups)}", repr(name)))
+        if len(self._under_way) > _MOST_UNDER_WAY:
+            # Requests end, and no step begins, which would take what has arrived.
+            self._arrived.extend(self._poll(wait=False))
         layers, is_whole = 0, False
         try:
             for name, its in slots.items():
@@ -139,11 +147,17 @@ class Audits:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no verdict is under way."""
-        return not self._under_way
+        """Whether no verdict is under way, or waits to be asked for."""
+        return not (self._under_way or self._arrived)
 
     def poll(self, *, wait: bool = False) -> list[RequestVerdict]:
         """Return the verdicts that have arrived; with `wait`, all."""
+        found = [*self._arrived, *self._poll(wait=wait)]
+        self._arrived.clear()
+        return found
+
+    def _poll(self, *, wait: bool) -> list[RequestVerdict]:
+        """Take the verdicts that have arrived from those under way, of which there are no more than so many then."""
         found = []
         while self._under_way:
             completion = self._under_way[0]

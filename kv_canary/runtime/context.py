@@ -136,7 +136,11 @@ class CanaryContext:
     def new_replays(self) -> Replays:
         """Return what runs launches: on a GPU, with Triton, by graphs where they come again, unless that is off."""
         own_graphs = self.config.own_graphs and self.device.type == "cuda" and self.backend == "triton"
-        return Replays(capture_graph if own_graphs else None, redacts=self.config.redact)
+        return Replays(capture_graph if own_graphs else None, failed=self.capture_failed)
+
+    def capture_failed(self, error: Exception) -> None:
+        """Count that launches could not be captured, which go on as they are; nothing is unverified by that."""
+        self.guard.failed("capturing a graph", error, own=False)
 
     def _keeps_tokens(self) -> bool:
         if self.config.check_tokens is not None:

@@ -14,7 +14,6 @@ import torch
 
 from kv_canary import ops
 from kv_canary.errors import must_be
-from kv_canary.output import logger
 from kv_canary.runtime.batch import ForwardBatch, ModelInputs, VerifiedEntries, num_read
 from kv_canary.runtime.composition import BatchRequests, ForwardRequest, Int64s
 from kv_canary.runtime.context import CanaryContext
@@ -24,13 +23,15 @@ from kv_canary.runtime.host import copy_all, copy_front, front, on_device
 from kv_canary.runtime.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, Shape
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.repetition import Decodes, PlainForwards, Repetition
-from kv_canary.runtime.replays import Branch, Launch, layout_of, round_up, rounded
+from kv_canary.runtime.replays import MOST_FAILURES, RUNS_BEFORE_RETRY, Branch, Launch, layout_of, round_up, rounded
 from kv_canary.runtime.steps import Steps
 from kv_canary.runtime.tails import Advance
 from kv_canary.specs.structures import WritePlan
 
 # Sizes of decode steps, and of other forwards, that are kept for repetition.
 _MOST_DECODES, _MOST_FORWARDS = 32, 64
+# Steps after which one that was not repeated meanwhile may give its place to another one.
+_LONG = 1024
 _INTEGERS = (torch.int32, torch.int64)
 # The requests of a forward that nothing is known of, or that is none.
 _NOBODY = BatchRequests.of(())
@@ -140,8 +141,9 @@ class SingleForwardManager:
         self._forwards: dict[Hashable, Repetition] = {}
         self._repetition: Repetition | None = None
         self._written: Callable[[], Mapping[str, torch.Tensor]] = dict
-        # Whether graphs of repetitions can be captured; what TAIL has copied a step's words to.
-        self._may_repeat = True
+        # The step from which on repetitions may be kept, later once a capture of theirs has failed, and how many have;
+        # what TAIL has copied a step's words to.
+        self._keeps_from = self._failures = 0
         self._sheet: Sheet | None = None
         self._replays, self._branch = context.new_replays(), Branch()
         # Captures that failed: their graphs have no HEAD and TAIL, or not both.
@@ -734,7 +736,9 @@ class SingleForwardManager:
     def _keep_repetition(self) -> None:
         """Keep what forwards may repeat, if this one was like most, and its launches come again and again."""
         batch, given, shape, advance = self._batch, self._inputs.in_place, self._shape, self._advance
-        if batch is None or advance is None or not self._may_repeat or self._captured is not None or self.inner:
+        if batch is None or advance is None or self._captured is not None or self.inner:
+            return
+        if self.context.step < self._keeps_from or self._failures >= MOST_FAILURES:
             return
         if not batch.check_positions or shape.has_pending or shape.expects_tokens:
             return
@@ -776,20 +780,22 @@ class SingleForwardManager:
                 tail=self._launch_tail,
             )
         except Exception as error:
-            logger.failure(
-                "kv-canary: forward %s: a graph could not be captured; steps go on without",
-                self.name,
-                error=error,
-                redacts=self.context.config.redact,
-            )
-            self._may_repeat = False
+            self._failures, self._keeps_from = self._failures + 1, self.context.step + RUNS_BEFORE_RETRY
+            self.context.capture_failed(error)
 
     def _has_room(self, kept: dict[Hashable, Repetition]) -> bool:
-        """Return whether one more may be kept, once those are gone that are of no use any more."""
+        """Return whether one more may be kept, once those are gone that are of no use any more.
+
+        Where all are, that goes which was longest not repeated, if it is long.
+        """
         most = _MOST_DECODES if kept is self._decodes else _MOST_FORWARDS
         if len(kept) >= most:
             for size in [size for size, repetition in kept.items() if not repetition.is_valid]:
                 del kept[size]
+        if len(kept) >= most:
+            oldest = min(kept, key=lambda size: kept[size].last_used)
+            if self.context.step - kept[oldest].last_used > _LONG:
+                del kept[oldest]
         return len(kept) < most
 
     def _go_ahead(self, requests: BatchRequests) -> None:

@@ -56,7 +56,7 @@ class Guard:
         Args:
             part: what was being done.
             error: what it raised.
-            own: whether it is the canary's; a callback that raises leaves nothing unverified.
+            own: whether it may have left something unverified: not what a callback raises, or a capture.
         """
         self.touched |= own
         kind = f"{part}: {type(error).__name__}"

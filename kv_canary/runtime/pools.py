@@ -46,6 +46,7 @@ class KvPool:
         name: how reports call it.
         num_slots: slots that the engine can name, slot 0 (padding) included.
         k_source, v_source: the bytes; None leaves that half unchecked.
+        first_slot: the lowest slot that the engine hands out; those below it are padding, as of a page that it keeps.
         extra_slots: further records behind the engine's slots, for a host tier; they have no K/V bytes here.
         layer_names: how reports call the layers of the sources, in order.
         device: where the records live.
@@ -60,15 +61,17 @@ class KvPool:
         num_slots: int,
         k_source: KvSource | None,
         v_source: KvSource | None,
+        first_slot: int = 1,
         extra_slots: int = 0,
         layer_names: tuple[str, ...] = (),
         device: torch.device | str,
     ) -> None:
-        for argument, value, low in (("num_slots", num_slots, 1), ("extra_slots", extra_slots, 0)):
+        sizes = (("num_slots", num_slots, 1), ("first_slot", first_slot, 1), ("extra_slots", extra_slots, 0))
+        for argument, value, low in sizes:
             if value < low:
                 raise ValueError(must_be("KvPool", argument, f"at least {low}", str(value)))
         self.name = name
-        self.num_slots = num_slots
+        self.num_slots, self.first_slot = num_slots, first_slot
         self.k_source, self.v_source = k_source, v_source
         self.layer_names = layer_names
         self.records = torch.zeros(num_slots + extra_slots, RECORD_WORDS, dtype=torch.int64, device=device)

@@ -94,6 +94,7 @@ class Repetition(ABC):
         self.given, self.shape, self.numbers = given, shape, numbers
         self.advance, self.ahead = advance, ahead
         self._steps, self._forward, self._state = steps, forward, context.state
+        self._made = context.step
         self._laps = [Lap(replays, numbers.whole, steps.new_sheet(), head=head, tail=tail) for _ in range(_LAPS)]
         self._lap = self._laps[0]
         # The memory that the launches work on.
@@ -111,6 +112,11 @@ class Repetition(ABC):
     def sheet(self) -> Sheet:
         """What TAIL has copied the step's words to."""
         return self._lap.sheet
+
+    @property
+    def last_used(self) -> int:
+        """The step that was repeated last, or that it was made in."""
+        return max(self._made, *(lap.step for lap in self._laps))
 
     @property
     def is_valid(self) -> bool:

@@ -11,15 +11,19 @@ from contextlib import contextmanager
 
 import torch
 
-from kv_canary.output import logger
-
 Launch = Callable[[], None]
 
 # How often launches come before they are captured: once they have run, all of their kernels are compiled and loaded.
 RUNS_BEFORE_CAPTURE = 2
-# Graphs that are kept, and launches whose runs are counted, at most; what comes beyond runs as it is.
+# Graphs that are kept, and launches whose runs are counted, at most.
 MAX_GRAPHS = 256
 _MAX_COUNTED = 1024
+# How often what has no graph comes before it takes the place of what was longest not replayed, where all are taken: a
+# capture costs as much as some runs without.
+RUNS_BEFORE_EXCHANGE = 64
+# Runs behind a capture that has failed before the next one of the same launches, which may then succeed: memory was
+# short, say. And captures that may fail before none is tried any more.
+RUNS_BEFORE_RETRY, MOST_FAILURES = 1024, 8
 
 
 @functools.lru_cache(maxsize=4096)
@@ -46,18 +50,22 @@ class Replays:
 
     Args:
         capture: returns what replays a launch without calling it; see `capture_graph`. None: launches run as they are.
-        redacts: whether the texts of what it raises are left out of the log.
+        failed: told what a capture raises, whose launches then go on as they are; None: nobody is.
+
+    Attributes:
+        rounds_up: whether launches should be made for rounded sizes, because they may be replayed; also where captures
+            fail, since kernels were compiled for these.
     """
 
-    def __init__(self, capture: Callable[[Launch], Launch] | None, *, redacts: bool = False) -> None:
-        self._capture, self._redacts = capture, redacts
-        self._graphs: dict[Hashable, Launch] = {}
+    def __init__(
+        self, capture: Callable[[Launch], Launch] | None, *, failed: Callable[[Exception], None] | None = None
+    ) -> None:
+        self._capture, self._failed = capture, failed
+        self.rounds_up = capture is not None
+        # What was replayed last comes last.
+        self._graphs: OrderedDict[Hashable, Launch] = OrderedDict()
         self._runs: OrderedDict[Hashable, int] = OrderedDict()
-
-    @property
-    def rounds_up(self) -> bool:
-        """Whether launches should be made for rounded sizes, because they may be replayed."""
-        return self._capture is not None
+        self._failures = 0
 
     def forget(self) -> None:
         """Destroy every graph; launches run as they are until they have come again."""
@@ -74,6 +82,7 @@ class Replays:
         if self._capture is None or _capturing():
             launch()
         elif (replay := self._graphs.get(key)) is not None:
+            self._graphs.move_to_end(key)
             replay()
         else:
             launch()
@@ -92,21 +101,29 @@ class Replays:
         return launch if self._capture is None else self._capture(launch)
 
     def _count(self, key: Hashable, launch: Launch) -> None:
-        runs = self._runs.pop(key, 0) + 1
-        if runs >= RUNS_BEFORE_CAPTURE and self._capture is not None and len(self._graphs) < MAX_GRAPHS:
+        runs, is_full = self._runs.pop(key, 0) + 1, len(self._graphs) >= MAX_GRAPHS
+        if runs >= (RUNS_BEFORE_EXCHANGE if is_full else RUNS_BEFORE_CAPTURE) and self._capture is not None:
             try:
-                self._graphs[key] = self._capture(launch)
+                graph = self._capture(launch)
             except Exception as error:
-                logger.failure(
-                    "kv-canary: a graph could not be captured; launches go on without",
-                    error=error,
-                    redacts=self._redacts,
-                )
-                self._capture = None
-            return
+                runs = -RUNS_BEFORE_RETRY
+                self._take_failure(error)
+            else:
+                if is_full:
+                    self._graphs.popitem(last=False)
+                self._graphs[key] = graph
+                return
         self._runs[key] = runs
         if len(self._runs) > _MAX_COUNTED:
             self._runs.popitem(last=False)
+
+    def _take_failure(self, error: Exception) -> None:
+        """Take in that a capture has failed."""
+        self._failures += 1
+        if self._failures >= MOST_FAILURES:
+            self._capture = None
+        if self._failed is not None:
+            self._failed(error)
 
 
 class CanaryGraph(torch.cuda.CUDAGraph):

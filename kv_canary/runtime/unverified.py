@@ -68,7 +68,7 @@ class Unverified:
         """Take in that int64 `slots` may have been overwritten by a forward that was given up."""
         marks, slots = self._marks[pool], self._inside(pool, slots)
         marks[slots] |= _DOUBT
-        marks[0] = 0
+        self._spare_padding(pool)
         self._marked.add(pool)
 
     def forget(self, pool: KvPool, slots: torch.Tensor) -> None:
@@ -84,7 +84,7 @@ class Unverified:
             for records in pool.buffers:
                 records[slots] = 0
             self._marks[pool][slots] = _GAP
-            self._marks[pool][0] = 0
+            self._spare_padding(pool)
         except Exception:
             self._owed.add(pool)
 
@@ -98,7 +98,7 @@ class Unverified:
             for records in pool.buffers:
                 records.zero_()
             self._marks[pool].fill_(_GAP)
-            self._marks[pool][0] = 0
+            self._spare_padding(pool)
             self._marked.add(pool)
             self._gaps.add(pool)
             self._markings += 1
@@ -121,7 +121,7 @@ class Unverified:
         if pool in self._marked:
             marks = self._marks[pool]
             marks[self._inside(pool, dst)] = marks[self._inside(pool, src)]
-            marks[0] = 0
+            self._spare_padding(pool)
             if pool in self._gaps:
                 self._markings += 1
 
@@ -253,7 +253,7 @@ class Unverified:
             if len(mine):
                 self._record(group, request, slots[mine], positions[mine])
         self._marks[pool][slots] = _TAKEN
-        self._marks[pool][0] = 0
+        self._spare_padding(pool)
 
     def _record(
         self, group: BufferGroup, request: ForwardRequest, slots: torch.Tensor, positions: torch.Tensor
@@ -269,6 +269,10 @@ class Unverified:
         out_slots[positions] = slots
         record_prefix(context, group, slots=out_slots, tokens=tokens, owner=request.owner, identity=request.identity)
         self.taken_in += len(slots)
+
+    def _spare_padding(self, pool: KvPool) -> None:
+        """Take the marks off padding, which nobody relies on: no forward, and nothing that is freed, would ever."""
+        self._marks[pool][: pool.first_slot] = 0
 
     def _inside(self, pool: KvPool, slots: torch.Tensor) -> torch.Tensor:
         """Return `slots` with 0, which has no record, for what the pool does not have."""

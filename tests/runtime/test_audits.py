@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 
 import kv_canary as kc
 from kv_canary.observers import Observer, RequestVerdict
+from kv_canary.runtime import audits as audits_module
 from kv_canary.runtime import seals
 from kv_canary.runtime.audits import slots_of
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.replays import Launch, Replays
 
-from .engine import BYTES, LAYERS, MAX_LEN, Engine, Request, make_pool
+from .engine import BYTES, LAYERS, MAX_LEN, Engine, Request, full_engine, make_pool
 
 BACKENDS = ("reference", "triton")
 
@@ -474,3 +476,33 @@ def test_what_has_just_come_back_is_not_looked_at_twice_unless_somebody_ran_mean
     assert audits is not None
     assert audits.admitted == 4 + (9 if waits else 5) + 10
     assert {r.slot for r in found} == ({int(slots[2])} if waits else set())
+
+
+def test_requests_that_end_while_no_step_begins_are_only_so_many_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audits_module, "_MOST_UNDER_WAY", 8)
+    engine = full_engine(seals="layer")
+    request = engine.add("a", 60)
+    engine.step((request, 8))
+    audits = engine.manager._steps.audits
+    audits._arrived = deque(maxlen=8)
+    for i in range(50):
+        engine.manager.complete(f"request {i}", {"full": torch.tensor([1, 2, 3])})
+        assert len(audits._under_way) <= 9
+    verdicts = audits.poll(wait=True)
+    # The newest are told, and each of its own slots.
+    assert [v.request_id for v in verdicts] == [f"request {i}" for i in range(50 - len(verdicts), 50)]
+    assert 8 <= len(verdicts) <= 17
+    assert {v.slots for v in verdicts} == {3}
+    assert audits.is_idle
+
+
+def test_slots_that_come_again_and_again_behind_one_step_keep_few_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audits_module, "_MOST_CAME", 4)
+    engine = full_engine(seals="layer")
+    request = engine.add("a", 60)
+    engine.step((request, 8))
+    [pool], audits = engine.manager.pools, engine.manager._steps.audits
+    for _ in range(30):
+        audits.arrived(pool, torch.tensor([1, 2]))
+        assert len(audits._came[pool][1]) <= 4
+    assert audits._marks[pool].nonzero().view(-1).tolist() == [1, 2]

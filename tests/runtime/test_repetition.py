@@ -16,11 +16,12 @@ import torch
 
 import kv_canary as kc
 from kv_canary.observers import Observer
+from kv_canary.runtime import forward as forward_module
 from kv_canary.runtime.batch import ModelInputs
 from kv_canary.runtime.composition import BatchRequests, Composition, Int64s
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.forward import SingleForwardManager
-from kv_canary.runtime.replays import Replays
+from kv_canary.runtime.replays import MAX_GRAPHS, RUNS_BEFORE_CAPTURE, RUNS_BEFORE_EXCHANGE, Launch, Replays
 
 from .engine import MAX_LEN, MAX_ROWS, make_pool
 
@@ -718,3 +719,94 @@ def test_an_observer_is_shown_each_repetition_as_it_was() -> None:
     engine.decode(3)
     assert watcher.lengths == [[23, 10], [24, 11], [25, 12]]
     assert engine.repeated == 3
+
+
+def test_decode_steps_that_come_once_all_graphs_are_taken_are_repeated_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CanaryContext, "new_replays", lambda _: Replays(lambda launch: launch))
+    engine = Decoder(repeats=True)
+    for i in range(MAX_GRAPHS):
+        for _ in range(RUNS_BEFORE_CAPTURE):
+            engine.forward._replays.run(("prefill", i), lambda: None)
+    engine.admit(text(10), text(1000))
+    engine.prefill({1: 8, 2: 8})
+    engine.decode(RUNS_BEFORE_EXCHANGE)
+    assert engine.repeated == 0
+    engine.decode(20)
+    assert engine.repeated >= 19
+
+
+def test_a_size_that_comes_now_takes_the_place_of_one_that_was_long_not_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CanaryContext, "new_replays", lambda _: Replays(lambda launch: launch))
+    monkeypatch.setattr(forward_module, "_MOST_FORWARDS", 1)
+    monkeypatch.setattr(forward_module, "_LONG", 5)
+    engine = Decoder(repeats=True, in_place=True)
+
+    def prefills(tokens: int, count: int) -> int:
+        before = engine.prefilled
+        for _ in range(count):
+            engine.prefill({1: tokens})
+        return engine.prefilled - before
+
+    engine.admit(text(10))
+    assert prefills(20, 4) >= 2
+    # The other one was repeated just now.
+    assert prefills(3, 4) == 0
+    engine.decode(6)
+    assert prefills(3, 4) >= 2
+    assert prefills(20, 2) == 0
+
+
+def test_a_capture_that_fails_puts_repetitions_off_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = [True]
+
+    def capture(launch: Launch) -> Launch:
+        if fails[0] and captured:
+            raise RuntimeError("no memory left")
+        captured.append(launch)
+        return launch
+
+    captured: list[Launch] = []
+    monkeypatch.setattr(forward_module, "RUNS_BEFORE_RETRY", 10)
+    engine = Decoder(repeats=True)
+    engine.admit(text(10), text(1000))
+    engine.prefill({1: 8, 2: 8})
+    engine.decode(3)
+    before = engine.repeated
+    engine.forward.forget_graphs()
+    engine.forward._replays = Replays(capture)
+    # HEAD and TAIL are captured; what is kept for repetition is not.
+    fails[0] = False
+    engine.decode(2)
+    fails[0] = True
+    engine.forward._decodes.clear()
+    engine.decode(4)
+    assert engine.repeated == before
+    assert engine.manager.summary().failures == {"capturing a graph: RuntimeError": 1}
+    assert engine.manager.summary().unverified == 0
+    fails[0] = False
+    engine.decode(12)
+    assert engine.repeated > before
+
+
+def test_a_pool_that_was_forgotten_is_repeated_again_once_all_its_slots_were_handed_out() -> None:
+    engine = Decoder(repeats=True)
+    [pool] = engine.manager.pools
+    # The engine keeps the first page for padding.
+    pool.first_slot = 16
+    engine.slots = iter(range(16, 512))
+    engine.admit(text(10), text(1000))
+    engine.prefill({1: 8, 2: 8})
+    engine.decode(5)
+    engine.manager.unverified.forget_all(pool)
+    engine.decode()
+    before = engine.repeated
+    engine.decode()
+    assert engine.repeated == before
+    live = {int(engine.tables["g0"][row, i]) for row, cached in engine.cached.items() for i in range(cached)}
+    engine.manager.retire(pool, torch.tensor([slot for slot in range(16, 512) if slot not in live]))
+    engine.manager.flush()
+    engine.decode(3)
+    assert engine.manager.unverified.is_clean
+    assert engine.repeated > before

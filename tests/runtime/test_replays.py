@@ -19,7 +19,16 @@ from kv_canary.runtime import replays as replays_module
 from kv_canary.runtime.batch import ModelInputs
 from kv_canary.runtime.host import Mailbox
 from kv_canary.runtime.launches import GroupLaunches
-from kv_canary.runtime.replays import MAX_GRAPHS, RUNS_BEFORE_CAPTURE, Branch, Launch, Replays
+from kv_canary.runtime.replays import (
+    MAX_GRAPHS,
+    MOST_FAILURES,
+    RUNS_BEFORE_CAPTURE,
+    RUNS_BEFORE_EXCHANGE,
+    RUNS_BEFORE_RETRY,
+    Branch,
+    Launch,
+    Replays,
+)
 
 from .engine import Engine, full_engine, make_pool
 from .tape import Recorder
@@ -91,22 +100,70 @@ def test_there_are_only_so_many_graphs_and_counts() -> None:
     assert captures.ran[-1] == "replay of 0"
 
 
-@pytest.mark.parametrize("redacts", [False, True])
-def test_a_capture_that_fails_is_said_once_and_everything_goes_on(
-    caplog: pytest.LogCaptureFixture, redacts: bool
-) -> None:
+def test_what_comes_often_takes_the_place_of_what_was_longest_not_replayed() -> None:
     captures = Captures()
+    replays = Replays(captures.capture)
+    for key in range(MAX_GRAPHS):
+        for _ in range(RUNS_BEFORE_CAPTURE):
+            replays.run(key, captures.launch(str(key)))
+    replays.run(0, captures.launch("0"))
+    for _ in range(RUNS_BEFORE_EXCHANGE):
+        assert not replays.is_settled("new")
+        replays.run("new", captures.launch("new"))
+    assert replays.is_settled("new")
+    assert captures.captured[-1] == "new"
+    assert [key for key in range(MAX_GRAPHS) if not replays.is_settled(key)] == [1]
 
-    def capture(launch: Launch) -> Launch:
-        raise RuntimeError("no graphs today")
 
-    replays = Replays(capture, redacts=redacts)
+class Failing:
+    """Captures of which the first so many fail."""
+
+    def __init__(self, count: int) -> None:
+        self.left, self.told = count, list[Exception]()
+        self.replays = Replays(self.capture, failed=self.told.append)
+
+    def capture(self, launch: Launch) -> Launch:
+        self.left -= 1
+        if self.left >= 0:
+            raise RuntimeError("no graphs today")
+        return launch
+
+
+def test_launches_whose_capture_has_failed_go_on_and_are_captured_later() -> None:
+    failing, ran = Failing(1), Captures()
+    for _ in range(RUNS_BEFORE_CAPTURE + RUNS_BEFORE_RETRY):
+        failing.replays.run("a", ran.launch("a"))
+        assert not failing.replays.is_settled("a")
+    assert failing.replays.rounds_up
+    for _ in range(RUNS_BEFORE_CAPTURE):
+        failing.replays.run("b", ran.launch("b"))
+        failing.replays.run("a", ran.launch("a"))
+    assert failing.replays.is_settled("a")
+    assert failing.replays.is_settled("b")
+    assert [str(error) for error in failing.told] == ["no graphs today"]
+    assert ran.ran.count("a") == 2 * RUNS_BEFORE_CAPTURE + RUNS_BEFORE_RETRY
+
+
+def test_captures_that_fail_again_and_again_are_given_up() -> None:
+    failing, ran = Failing(10_000), Captures()
+    for key in range(2 * MOST_FAILURES):
+        for _ in range(RUNS_BEFORE_CAPTURE + 1):
+            failing.replays.run(key, ran.launch(str(key)))
+    assert len(failing.told) == MOST_FAILURES
+    assert failing.replays.rounds_up
+    # What is kept for repetition launches as it is.
+    assert failing.replays.is_settled("any")
+
+
+@pytest.mark.parametrize("redacts", [False, True])
+def test_a_capture_that_fails_is_counted_and_said_once(caplog: pytest.LogCaptureFixture, redacts: bool) -> None:
+    manager = full_engine(redact=redacts).manager
     with caplog.at_level(logging.ERROR, "kv_canary"):
-        for _ in range(10):
-            replays.run("a", captures.launch("a"))
-            replays.run("b", captures.launch("b"))
-    assert captures.ran == ["a", "b"] * 10
-    assert caplog.text.count("could not be captured") == 1
+        for _ in range(3):
+            manager.context.capture_failed(RuntimeError("no graphs today"))
+    assert manager.guard.failures == {"capturing a graph: RuntimeError": 3}
+    assert not manager.guard.touched
+    assert caplog.text.count("capturing a graph failed") == 1
     assert ("no graphs today" in caplog.text) is not redacts
 
 

@@ -238,6 +238,8 @@ def test_memory_behind_the_final_size_is_never_looked_at() -> None:
     pool._post_capture_owner._final_num_tokens = pool.size = 160
     [group] = groups_of(pool)
     assert (group.pool.num_slots, group.pool.k_source.num_rows, group.pool.v_source.num_rows) == (176, 176, 176)
+    # The first page is padding.
+    assert group.pool.first_slot == 16
 
 
 def test_scales_that_are_no_rows_of_a_slot_have_no_group() -> None:

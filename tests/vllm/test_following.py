@@ -491,3 +491,22 @@ def test_a_result_is_asked_for_once_and_what_ends_a_process_goes_on() -> None:
 def test_numbers_by_name() -> None:
     assert kept.by_name(["b", "a"], {"a": 1, "b": 2}).tolist() == [2, 1]
     assert torch.equal(torch.from_numpy(kept.by_name([], {})), torch.zeros(0, dtype=torch.int64))
+
+
+def test_a_text_of_the_greatest_length_makes_nobody_slow_once_its_request_has_ended() -> None:
+    requests = Requests(num_rows=8, max_len=64)
+    requests.start("a", [1] * 10, identity=0)
+    requests.start("long", [1] * 64, identity=0)
+    requests.start("later", [1] * 10, identity=0)
+    for name in ("long", "later"):
+        member = requests.end(name)
+        assert member is not None
+        requests.let_go(member)
+    # Another one's row lies above it among those that are free.
+    fast = []
+    for _ in range(4):
+        requests.sampled(requests.compose(["a"]), ["a"], [[7]])
+        fast.append(requests._decoded is not None)
+        requests.take()
+    assert fast[-1]
+    assert requests.known(requests.compose(["a"]).rows).tolist() == [14]

@@ -128,6 +128,8 @@ def test_groups_that_overlay_memory_share_a_pool_and_what_is_no_attention_is_lef
     ]
     assert found[0].group.pool is found[1].group.pool is not found[2].group.pool
     assert found[0].group.pool.num_slots == BLOCKS * 32
+    # Block 0 is vLLM's null block.
+    assert {g.group.pool.first_slot for g in found} == {32}
     assert uncovered == ["group 2 (MambaSpec)"]
     groups[:2] = []
     with pytest.raises(ValueError, match=r"with attention over slots of one token each, got group 0 \(MambaSpec\)"):

@@ -57,10 +57,19 @@ class Wanted:
         layers: Sequence[str],
         device: torch.device | str,
         suffix: str = "",
+        first_slot: int = 1,
     ) -> BufferGroup:
-        """Return the group of these sources, with records of its own for `num_slots` slots."""
+        """Return the group of these sources, with records of its own for `num_slots` slots, padding first."""
         name = f"{self.name} {suffix}".rstrip()
-        pool = KvPool(name=name, num_slots=num_slots, k_source=k, v_source=v, layer_names=tuple(layers), device=device)
+        pool = KvPool(
+            name=name,
+            num_slots=num_slots,
+            k_source=k,
+            v_source=v,
+            first_slot=first_slot,
+            layer_names=tuple(layers),
+            device=device,
+        )
         windowed = self.kind != "full"
         return BufferGroup(
             name=name,
@@ -114,12 +123,17 @@ def mha(pool: Any, want: Wanted) -> tuple[BufferGroup, ...]:
             v=want.token_rows(pool.v_buffer, slots),
             layers=names,
             device=device,
+            first_slot=pool.page_size,
         )
     ]
     k_scales, v_scales = getattr(pool, "k_scale_buffer", None), getattr(pool, "v_scale_buffer", None)
     if k_scales and v_scales and _has_rows(k_scales, slots) and _has_rows(v_scales, slots):
         k, v = want.token_rows(k_scales, slots), want.token_rows(v_scales, slots)
-        groups.append(want.group(num_slots=slots, k=k, v=v, layers=names, device=device, suffix="scales"))
+        groups.append(
+            want.group(
+                num_slots=slots, k=k, v=v, layers=names, device=device, suffix="scales", first_slot=pool.page_size
+            )
+        )
     return tuple(groups)
 
 
@@ -148,6 +162,7 @@ def mla(pool: Any, want: Wanted) -> tuple[BufferGroup, ...]:
             layers=names,
             device=device,
             suffix=suffix,
+            first_slot=pool.page_size,
         )
         for suffix, layers in parts
         if layers
@@ -199,6 +214,7 @@ def _by_head(pool: Any, want: Wanted, ids: Sequence[int]) -> BufferGroup:
         v=source(pool.v_buffer),
         layers=[f"layer {i}, head {head}" for i in ids for head in heads],
         device=pool.k_buffer[0].device,
+        first_slot=pool.page_size,
     )
 
 

@@ -167,6 +167,8 @@ def _pool(name: str, views: Mapping[str, torch.Tensor], spec: Any, *, slots: int
     return KvPool(
         name=name,
         num_slots=slots,
+        # The first block is vLLM's null block.
+        first_slot=spec.block_size,
         k_source=halves.k,
         v_source=halves.v,
         layer_names=tuple(halves.names),

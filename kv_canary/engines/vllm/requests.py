@@ -281,6 +281,8 @@ class Requests:
         """Give the row of a request back that was paused or has ended."""
         self._close()
         self._free.append(member.row)
+        # Nobody's: the longest would make the others' steps slow for as long as it lies there.
+        self._lengths[member.row] = 0
         self._log.begin(member.row)
         self._moved.add(member.name)
         self._owner_of[member.row], self._serials[member.row], member.row = 0, 0, 0
