@@ -964,6 +964,9 @@ class SingleForwardManager:
                 expected = f"of shape [{len(batch.requests)}] (the requests)"
                 raise ValueError(must_be(part, argument, expected, str(list(tensor.shape))))
         self._check_numbers(batch.arrays, captured)
+        # What a draft reads may be short, and is left out, as its status says.
+        if captured is None and not self.inner:
+            self._check_tables(batch)
 
     def _check_longest(self, batch: ForwardBatch) -> None:
         """Refuse a request that is longer than any table: its own tokens would be asked for first of all."""
@@ -980,6 +983,29 @@ class SingleForwardManager:
                     f"forward {self.name}", f"prefix_len of {request.request_id}", expected, str(request.prefix_len)
                 )
             )
+
+    def _check_tables(self, batch: ForwardBatch) -> None:
+        """Refuse tables that have not got a request's row, or not all of its positions."""
+        part, requests = f"forward {self.name}", batch.arrays
+        rows = requests.rows if requests.table_rows is None else requests.table_rows
+        last = int(np.maximum.reduce(rows, initial=0))
+        for launches in self._launches:
+            group = launches.group
+            argument, table = f"tables[{group.name}]", batch.tables[group.name]
+            if table.dim() != 2 or table.dtype != torch.int32:
+                got = f"{table.dtype} {list(table.shape)}"
+                raise ValueError(must_be(part, argument, "int32 of shape [rows, entries]", got))
+            if last >= table.shape[0]:
+                which = "row" if requests.table_rows is None else "table_row"
+                request = requests[int(rows.argmax())]
+                expected = f"in [0, {table.shape[0]}), the rows of {argument}"
+                raise ValueError(must_be(part, f"{which} of {request.request_id}", expected, str(last)))
+            # A ring's positions go round.
+            if not group.ring and requests.longest > table.shape[1] * group.page_size:
+                request = requests[int(requests.prefix.argmax())]
+                expected = f"at most {table.shape[1] * group.page_size}, as many positions as {argument} has"
+                got = str(request.prefix_len)
+                raise ValueError(must_be(part, f"prefix_len of {request.request_id}", expected, got))
 
     def _complain_of_flat(self, batch: ForwardBatch, tokens: int) -> None:
         """Raise for the flat tensor that is not as it must be."""

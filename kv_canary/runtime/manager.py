@@ -325,15 +325,21 @@ class CanaryManager:
             slots: that were freed.
             owner: who has freed them; 0: nobody in particular.
             handed_out: whether nobody has: `owner` was handed them while another request had them.
+
+        Raises:
+            ValueError: in raise mode, the pool is none of the canary's.
         """
-        if self.is_off or not self.config.track_lifetime or not len(slots):
+        if self.is_off or not self.config.track_lifetime:
             return
         with self.guard.contain("taking in what was freed") as part:
+            self._expect_pool("retire", pool)
+            if not len(slots):
+                return
             self.context.frees.note(self.step, owner, handed_out=handed_out)
             slots = on_device(slots, self.device)
             self._retirement.retire(pool, slots, owner=owner)
             self.unverified.freed(pool, slots)
-        if part.failed:
+        if part.failed and pool in self.pools:
             self.unverify(pool, slots)
 
     def handed(self, pool: KvPool, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
@@ -380,9 +386,17 @@ class CanaryManager:
                 self._steps.complete(request_id, slots)
 
     def row_ended(self, row: int) -> None:
-        """Take in that the request of a row has given the slots that its row names back, for good or for a while."""
+        """Take in that the request of a row has given the slots that its row names back, for good or for a while.
+
+        Raises:
+            ValueError: in raise mode, there is no such row.
+        """
         if not self.is_off:
-            self._steps.audits.forget_row(row)
+            with self.guard.contain("taking in the end of a row"):
+                most = self.context.limits.max_rows
+                if not 0 <= row < most:
+                    raise ValueError(must_be("row_ended", "row", f"in [1, {most})", str(row)))
+                self._steps.audits.forget_row(row)
 
     def watch_place(self, group: BufferGroup, came: Callable[[ViolationRow], int | None]) -> int:
         """Take in that violations may be found in another place, a tier of one of the pools; return its number.
@@ -424,19 +438,30 @@ class CanaryManager:
             pool: one of the canary's.
             slots: whose records are there again.
             seals: what `KvPool.take_seals` returned of the slots that they were in before; None: nothing.
+
+        Raises:
+            ValueError: in raise mode, the pool is none of the canary's.
         """
         if not self.is_off:
             with self.guard.contain("taking in what came back"):
+                self._expect_pool("arrived", pool)
                 pool.put_seals(slots, seals)
                 self.context.arrivals.note(self.step, pool, slots)
                 if seals is not None:
                     self._steps.audits.arrived(pool, slots)
 
     def move(self, pool: KvPool, src: torch.Tensor, dst: torch.Tensor, *, owner: int) -> None:
-        """Carry the records of int64 `src` to `dst`, because the KV was copied so."""
-        if self.is_off or not len(src):
+        """Carry the records of int64 `src` to `dst`, because the KV was copied so.
+
+        Raises:
+            ValueError: in raise mode, the pool is none of the canary's.
+        """
+        if self.is_off:
             return
         with self.guard.contain("taking in what was copied") as part:
+            self._expect_pool("move", pool)
+            if not len(src):
+                return
             src, dst = on_device(src, self.device), on_device(dst, self.device)
             taken = pool.take_seals(src)
             compiled_for = aligned if len(src) <= _MOST_AT_ONCE else padded_to_units
@@ -450,7 +475,7 @@ class CanaryManager:
             )
             pool.put_seals(dst, taken)
             self.unverified.moved(pool, src, dst)
-        if part.failed:
+        if part.failed and pool in self.pools:
             self.unverify(pool, dst)
 
     def adopt(
@@ -513,10 +538,21 @@ class CanaryManager:
 
         Their records are dropped. Who relies on such a slot next has it taken in anew, from its own tokens and the
         bytes that lie there then; how many were is in the summary. To be called on the stream of the forwards.
+
+        Raises:
+            ValueError: in raise mode, the pool is none of the canary's.
         """
         if not self.is_off:
             with self.guard.contain("marking slots as unverified"):
+                self._expect_pool("unverify", pool)
                 self.unverified.forget(pool, slots)
+
+    def _expect_pool(self, op: str, pool: KvPool) -> None:
+        """Refuse a pool that is another manager's, or none: its records are not this one's to change."""
+        if pool not in self.pools:
+            expected = f"one of the canary's pools ({', '.join(each.name for each in self.pools)})"
+            got = f"another pool, {pool.name}" if isinstance(pool, KvPool) else repr(pool)
+            raise ValueError(must_be(op, "pool", expected, got))
 
     def clear(self) -> None:
         """Forget every record, because the engine emptied its cache."""

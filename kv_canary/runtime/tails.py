@@ -232,10 +232,15 @@ def _words(requests: BatchRequests, i: int, tokens: Sequence[int]) -> Int64s:
     """Return own tokens of the i-th request as words.
 
     Raises:
-        ValueError: one is none.
+        ValueError: one is too large.
+        TypeError: they are no integers.
     """
     try:
-        return np.array(tokens, np.int64)
+        words: Int64s = np.array(tokens)
+        if words.dtype.kind == "f" and len(words):
+            # They would be cut to integers.
+            raise TypeError(must_be("forward", f"tokens of {requests[i].request_id}", "integers", str(tokens[0])))
+        return words if words.dtype == np.int64 else np.array(tokens, np.int64)
     except OverflowError as error:
         expected = "numbers of 64 bits"
         got = str(max(tokens, key=abs))

@@ -525,3 +525,77 @@ def test_a_token_that_64_bits_do_not_hold_is_refused_with_its_request(
     broken = dataclasses.replace(last, tokens=lambda start, end: [3] * (end - start - 1) + [HUGE])
     with pytest.raises(ValueError, match=f"forward: tokens of b must be numbers of 64 bits, got {HUGE}"):
         engine.manager.forward("target").begin(dataclasses.replace(batch, requests=[first, broken]))
+
+
+@pytest.mark.parametrize("pool", ["name", "another's"])
+def test_a_pool_that_is_not_the_canarys_is_refused_and_nothing_of_it_is_touched(pool: str) -> None:
+    other = full_engine()
+    b = other.add("b", 40)
+    other.step((b, 10))
+    [others_pool] = other.manager.pools
+    before = others_pool.records.clone()
+    wrong: Any = "full" if pool == "name" else others_pool
+    got = "'full'" if pool == "name" else f"another pool, {others_pool.name}"
+    slots = torch.tensor([1, 2, 3])
+    for mode in ("raise", "log"):
+        engine = full_engine(mode=mode)
+        manager = engine.manager
+        manager.guard.contains = mode == "log"
+        a = engine.add("a", 40)
+        engine.step((a, 10))
+        calls: dict[str, Callable[[], None]] = {
+            "retire": lambda manager=manager: manager.retire(wrong, slots),
+            "move": lambda manager=manager: manager.move(wrong, slots, slots + 3, owner=1),
+            "unverify": lambda manager=manager: manager.unverify(wrong, slots),
+            "arrived": lambda manager=manager: manager.arrived(wrong, slots, None),
+        }
+        for op, call in calls.items():
+            if mode == "raise":
+                with pytest.raises(
+                    ValueError, match=rf"{op}: pool must be one of the canary's pools \(pool\), got {got}"
+                ):
+                    call()
+            else:
+                call()
+        engine.step((a, 3))
+        manager.flush()
+        summary = manager.summary()
+        assert summary.violations == 0
+        assert summary.positions_verified == summary.positions_relied_on == 10
+        assert sum(summary.failures.values()) == (0 if mode == "raise" else 4)
+    assert torch.equal(others_pool.records, before)
+
+
+@pytest.mark.parametrize("row", [8, -1, 1 << 40])
+def test_the_end_of_a_row_that_is_not_there_is_refused(row: int) -> None:
+    engine = full_engine(mode="raise", seals="layer")
+    with pytest.raises(ValueError, match=rf"row_ended: row must be in \[1, 8\), got {row}"):
+        engine.manager.row_ended(row)
+    engine = full_engine(seals="layer")
+    engine.manager.guard.contains = True
+    engine.manager.row_ended(row)
+    assert engine.manager.summary().failures == {"taking in the end of a row: ValueError": 1}
+
+
+def test_slots_that_are_none_go_no_further() -> None:
+    engine = full_engine()
+    engine.manager.guard.contains = True
+    [pool] = engine.manager.pools
+    nothing: Any = None
+    engine.manager.retire(pool, nothing)
+    engine.manager.move(pool, nothing, nothing, owner=1)
+    assert set(engine.manager.summary().failures) == {
+        "taking in what was freed: TypeError",
+        "taking in what was copied: TypeError",
+    }
+
+
+def test_tokens_that_are_no_integers_are_refused_with_their_request() -> None:
+    engine = full_engine(mode="raise")
+    a = engine.add("a", 40)
+    engine.step((a, 10))
+    batch = engine.batch((a, 1))
+    [request] = batch.requests
+    broken = dataclasses.replace(request, tokens=lambda start, end: [1.5] * (end - start))
+    with pytest.raises(TypeError, match=r"forward: tokens of a must be integers, got 1\.5"):
+        engine.manager.forward("target").begin(dataclasses.replace(batch, requests=[broken]))

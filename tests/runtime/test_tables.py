@@ -150,14 +150,42 @@ def test_a_page_that_no_pool_has_is_found(entry: int) -> None:
     assert {r.position for r in engine.found() if "SLOT_RANGE" in r.reasons or "UNMAPPED" in r.reasons} == {4, 5, 6, 7}
 
 
-def test_a_row_that_the_table_has_not_is_said() -> None:
-    engine = PagedEngine("full", in_pages=True)
-    a = engine.add("a", 64)
-    engine.step((a, 9))
-    batch = engine.batch((a, 1))
-    engine.run(dataclasses.replace(batch, requests=[dataclasses.replace(batch.requests[0], table_row=4)]))
-    engine.manager.flush()
-    assert engine.manager.summary().incomplete == {"ROW_RANGE": 1}
+@pytest.mark.parametrize("what", ["table_row", "row", "prefix_len", "dtype", "shape"])
+def test_a_forward_whose_table_has_not_what_it_reads_goes_by_unwatched(what: str) -> None:
+    said = {
+        "table_row": r"table_row of a must be in \[0, 4\), the rows of tables\[full\], got 4",
+        "row": r"row of a must be in \[0, 1\), the rows of tables\[full\], got 1",
+        "prefix_len": r"prefix_len of a must be at most 8, as many positions as tables\[full\] has, got 9",
+        "dtype": r"tables\[full\] must be int32 of shape \[rows, entries\], got torch.int64",
+        "shape": r"tables\[full\] must be int32 of shape \[rows, entries\], got torch.int32 \[",
+    }
+    for mode in ("raise", "log"):
+        engine = PagedEngine("full", in_pages=True, mode=mode)
+        engine.manager.guard.contains = mode == "log"
+        a = engine.add("a", 64)
+        engine.step((a, 9))
+        batch = engine.batch((a, 1))
+        [name], [table] = batch.tables, batch.tables.values()
+        [request] = batch.requests
+        request = dataclasses.replace(request, table_row={"table_row": len(table), "row": None}.get(what, 0))
+        table = {
+            "row": table[:1],
+            "prefix_len": table[:, : 8 // engine.groups[0].page_size],
+            "dtype": table.long(),
+            "shape": table[0],
+        }.get(what, table)
+        wrong = dataclasses.replace(batch, requests=[request], tables={name: table})
+        if mode == "raise":
+            with pytest.raises((ValueError, TypeError), match=said[what]):
+                engine.run(wrong)
+            continue
+        engine.run(wrong)
+        assert engine.manager.guard.failures == {"forward target: begin: ValueError": 1}
+        # What it has written is taken in by who reads it next.
+        a.cached += 1
+        engine.step((a, 3))
+        engine.manager.flush()
+        assert engine.manager.summary().violations == 0
 
 
 def test_rows_of_tables_change_under_a_captured_forward() -> None:
