@@ -89,6 +89,7 @@ class _Load:
     """Rows that are to be on the device before the next forward, and bytes that are on their way there.
 
     What lies on the host in `host`, as of `generations`, is gathered once the bytes are: `rows` is None until then.
+    Of a load that `is_doubted` nobody can say what it brings.
     """
 
     slots: torch.Tensor
@@ -96,6 +97,7 @@ class _Load:
     generations: np.ndarray
     rows: torch.Tensor | None = None
     arrived: torch.cuda.Event | None = None
+    is_doubted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -257,6 +259,8 @@ class HostTier:
     def _gathered(self, load: _Load) -> torch.Tensor:
         """Return the records and seals of a load's slots, zeros of those that have none, or hold something else now."""
         rows = _unset(len(load.host), self._width, load.slots.device)
+        if load.is_doubted:
+            return rows.zero_()
         torch.index_select(self._rows, 0, load.host, out=rows)
         is_there = self._there[load.host.numpy()] == load.generations
         if not is_there.all():
@@ -311,11 +315,14 @@ class HostTier:
         self._brought.clear()
 
     def forget(self) -> None:
-        """Take in that nobody can say what any slot holds: what comes back is taken in anew, from what it is then."""
+        """Take in that nobody can say what any slot holds: what comes back is taken in anew, from what it is then.
+
+        So is what is on its way back: records of what was there before are gone, and its own may not be relied on.
+        """
         self.clear()
         self._unknown[:] = self._generations
-        self._loads.clear()
-        self._loading = None
+        for load in self._loads:
+            load.rows, load.is_doubted = None, True
 
     # What becomes of it.
 
@@ -354,7 +361,7 @@ class HostTier:
             manager.unverified.written(pool, load.slots)
             # What was there had no record either: nobody had seen it written.
             gaps = _is_nothing(here.numpy())
-            if gaps.any():
+            if gaps.any() and not load.is_doubted:
                 host = load.host.numpy()
                 gaps &= (self._there[host] == load.generations) | (self._unknown[host] == load.generations)
             if gaps.any():

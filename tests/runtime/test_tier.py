@@ -350,6 +350,38 @@ def test_a_tier_that_nobody_could_follow_is_taken_in_anew() -> None:
     assert set(t.found()) == {("SEAL_K",)}
 
 
+@pytest.mark.parametrize("when", ["on its way", "before it lands", "before it lands, and freed"])
+def test_what_is_on_its_way_back_when_nobody_can_say_what_the_tier_holds_is_taken_in_anew(when: str) -> None:
+    t, a, device, host = lived()
+    t.backup(device, host)
+    first = t.engine.allocate(t.group.pool, len(host))
+    new = torch.arange(first, first + len(host))
+    t.tier.load(host, new)
+    if when == "on its way":
+        t.tier.forget()
+    t.copied(host, new, back=True)
+    t.tier.loaded()
+    if when != "on its way":
+        t.tier.forget()
+    if "freed" in when:
+        t.tier.free(host)
+    t.engine.tables["full"][a.row, :10] = new.int()
+    t.tier.settle()
+    t.tier.land()
+    t.step((a, 1))
+    t.step((a, 1))
+    assert t.found() == {}
+    summary = t.engine.manager.summary()
+    assert (summary.unverified, summary.violations) == (10, 0)
+    # They have records again, which are verified like any other.
+    source = t.group.pool.k_source
+    assert source is not None
+    source.layers[0].view(-1, BYTES)[new[4]] ^= 255
+    t.step((a, 1))
+    t.engine.manager.flush()
+    assert {r.position for r in t.engine.manager.reports} == {4}
+
+
 def test_where_the_host_s_bytes_are_not_known_seals_travel_and_nothing_is_looked_at_there() -> None:
     t, a, device, host = lived(is_seen=False)
     t.backup(device, host)

@@ -708,6 +708,42 @@ def test_records_in_storage_that_fail_cost_no_more_than_their_watch(llama, tmp_p
     assert state["failures"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "when"), [("llama", "it is copied"), ("mellum", "it is copied"), ("mellum", "another pool's begins")]
+)
+def test_a_load_under_way_outlives_what_fails_in_storage(request, kind, when, tmp_path, monkeypatch):
+    """Of another page, on a thread of its own: the slots that it writes to have no record of what was there before."""
+    model = request.getfixturevalue(kind)
+    scheduler = with_files(model, tmp_path, monkeypatch)
+    served(scheduler, [PROMPT])
+    wait_for_files(scheduler, tmp_path)
+    fill(scheduler, 12)
+    its, load, loaded, failed = session.current()._host_tiers._storage, HostTier.load, HostTier.loaded, list[str]()
+
+    def fail() -> None:
+        failed.append(when)
+        its._contained("reading records from storage", lambda: 1 // 0)
+
+    def begin(self: Any, *args: Any) -> None:
+        load(self, *args)
+        if when == "another pool's begins" and not failed:
+            fail()
+
+    def end(self: Any) -> None:
+        loaded(self)
+        if when == "it is copied" and not failed:
+            fail()
+
+    monkeypatch.setattr(HostTier, "load", begin)
+    monkeypatch.setattr(HostTier, "loaded", end)
+    [req] = served(scheduler, [PROMPT])
+    assert engine.is_greedy(model, PROMPT, req.output_ids)
+    assert failed
+    looked_at()
+    assert seen() == {}
+    assert session.current().manager.summary().unverified > 0
+
+
 class Known:
     """A host pool of a kind that is known."""
 
