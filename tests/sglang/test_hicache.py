@@ -325,8 +325,8 @@ def test_a_draft_models_kv_is_stored_with_its_records(drafting, tmp_path, monkey
     assert facts["brought"] == 2 * (req.cached_tokens // 16)
 
 
-def watched(model: str, *, starts: bool = False, **args: Any) -> Any:
-    settings = {"KV_CANARY_MODE": "log", "KV_CANARY_SEALS": "layer", "SGLANG_ON_CPU": "hicache,hybrid_swa"}
+def watched(model: str, *, starts: bool = False, seals: str = "layer", **args: Any) -> Any:
+    settings = {"KV_CANARY_MODE": "log", "KV_CANARY_SEALS": seals, "SGLANG_ON_CPU": "hicache,hybrid_swa"}
     with engine.overriding(**settings):
         scheduler = engine.build_scheduler(model, **{**TIERED, **VARIANTS["write through"], **args})
     # A thread that looks around would find things in its own time.
@@ -536,6 +536,29 @@ def test_what_is_stored_without_records_is_taken_in_as_it_comes(llama, tmp_path,
     assert in_storage()["brought_without"] == req.cached_tokens // 16
     served(scheduler, [PROMPT])
     assert seen() == {}
+
+
+@pytest.mark.parametrize("seals", [("off", "layer"), ("layer", "off")], ids=["narrower", "wider"])
+def test_records_of_another_geometry_are_taken_for_none(llama, tmp_path, monkeypatch, seals):
+    stored(with_files(llama, tmp_path, monkeypatch, seals=seals[0]), PROMPT, tmp_path)
+    session.current().close()
+    scheduler = with_files(llama, tmp_path, monkeypatch, seals=seals[1])
+    other = Tokens(77)(96)
+    served(scheduler, [other])
+    [used] = tiers()
+    used.settle()
+    before = used.held
+    [req] = served(scheduler, [PROMPT])
+    assert engine.is_greedy(llama, PROMPT, req.output_ids)
+    looked_at()
+    assert seen() == {}
+    summary = session.current().manager.summary()
+    assert summary.failures == {}
+    assert summary.unverified == req.cached_tokens > 0
+    assert in_storage()["brought_without"] == req.cached_tokens // 16
+    # What else is there is watched as before.
+    assert len(before) == 96
+    assert set(before) <= set(used.held)
 
 
 def rot(file: Path, at: int) -> None:
