@@ -767,6 +767,34 @@ def test_a_load_under_way_outlives_what_fails_in_storage(request, kind, when, tm
     assert session.current().manager.summary().unverified > 0
 
 
+@pytest.mark.parametrize("part", ["rows_of", "_path", "_backed_up"])
+def test_records_that_cannot_be_stored_leave_those_on_the_host_watched(llama, tmp_path, monkeypatch, part):
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(part)
+
+    scheduler = with_files(llama, tmp_path, monkeypatch)
+    monkeypatch.setattr(HostTier if hasattr(HostTier, part) else StoredPages, part, fails)
+    served(scheduler, [PROMPT])
+    wait_for_files(scheduler, tmp_path)
+    session.current()._host_tiers.settle()
+    [used] = tiers()
+    assert len(used.held) == len(PROMPT)
+    assert set(session.current().manager.summary().failures) == {"storing records: RuntimeError"}
+    # Where nobody knows which pages were to be stored, none is counted.
+    assert in_storage() == ({} if part == "_backed_up" else {"stored_without": len(PROMPT) // 16})
+    fill(scheduler)
+    [req] = served(scheduler, [PROMPT])
+    assert used.facts.loaded > 0
+    assert req.cached_tokens > 0
+    looked_at()
+    assert (seen(), session.current().manager.summary().unverified) == ({}, 0)
+    used.settle()
+    host = scheduler.tree_cache.cache_controller.mem_pool_host.entries[0].host_pool
+    host.kv_buffer.view(torch.uint8)[1, 1, int(used.held[10]) - 1].view(-1)[5] ^= 8
+    looked_at()
+    assert seen() == {"full on the host": {"SEAL_V"}}
+
+
 class Known:
     """A host pool of a kind that is known."""
 

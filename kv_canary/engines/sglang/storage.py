@@ -90,7 +90,7 @@ class StoredPages:
         self._seed = _digest(*(None if its is None else its.seed for its in seals))
         # Where what threads count lands.
         self._lock, self._counts = threading.Lock(), Counter[str]()
-        # Whether something has failed, so that nobody can say what has come.
+        # Whether something has failed that what comes depends on, so that nobody can say what has come.
         self._failed = False
         # None where there is no storage, or none of files.
         self._backend: Any = None
@@ -133,7 +133,7 @@ class StoredPages:
 
     def _back_up(self, original: Callable[..., Any], operation: Any) -> Any:
         result = original(operation)
-        self._contained("storing records", self._backed_up, operation)
+        self._contained("storing records", self._backed_up, operation, brings=False)
         return result
 
     def _backed_up(self, operation: Any) -> None:
@@ -144,7 +144,7 @@ class StoredPages:
     def _set(self, original: Callable[..., Any], transfers: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         results = original(transfers, *args, **kwargs)
         for transfer in transfers:
-            self._contained("storing records", self._was_set, transfer, results)
+            self._contained("storing records", self._was_set, transfer, results, brings=False)
         return results
 
     def _was_set(self, transfer: Any, results: Any) -> None:
@@ -158,28 +158,32 @@ class StoredPages:
         for key, its in zip(keys, self._pages(name, len(keys), slots), strict=True):
             if self._backend is None:
                 return
-            rows = [tier.rows_of(its) for tier in self._tiers[name]]
-            # What was freed is nobody's to find again.
-            whole = [r for r in rows if r is not None and not (r[:, WRITER_WORD] < 0).any()]
-            if len(whole) < len(rows):
-                self._count("stored_without")
-                continue
-            try:
-                with open(self._path(name, key), "rb") as file:
-                    facts, there = os.fstat(file.fileno()), file.read()
-            except FileNotFoundError:
-                # Evicted meanwhile.
-                continue
-            file_key = _File(facts.st_ino, facts.st_mtime_ns).key
-            if self._backend.exists(file_key):
-                continue
-            page = self._pools[name].get_data_page(int(its[0]), flat=True).contiguous().view(torch.uint8)
-            if there != page.numpy().tobytes():
-                # Somebody else has stored it: the same tokens, and other bytes.
-                self._count("stored_by_others")
-                continue
-            words = torch.cat([self._head(name, len(its)), *(r.flatten() for r in whole)])
-            self._count("stored" if self._backend.set(file_key, words) else "stored_without")
+            what = self._contained("storing records", self._store_page, name, key, its, brings=False)
+            if what != "":
+                self._count(what or "stored_without")
+
+    def _store_page(self, name: str, key: str, slots: torch.Tensor) -> str:
+        """Store the records of a page; return what it is counted as, "" where there is nothing to store."""
+        rows = [tier.rows_of(slots) for tier in self._tiers[name]]
+        # What was freed is nobody's to find again.
+        whole = [r for r in rows if r is not None and not (r[:, WRITER_WORD] < 0).any()]
+        if len(whole) < len(rows):
+            return "stored_without"
+        try:
+            with open(self._path(name, key), "rb") as file:
+                facts, there = os.fstat(file.fileno()), file.read()
+        except FileNotFoundError:
+            # Evicted meanwhile.
+            return ""
+        file_key = _File(facts.st_ino, facts.st_mtime_ns).key
+        if self._backend.exists(file_key):
+            return ""
+        page = self._pools[name].get_data_page(int(slots[0]), flat=True).contiguous().view(torch.uint8)
+        if there != page.numpy().tobytes():
+            # Somebody else has stored it: the same tokens, and other bytes.
+            return "stored_by_others"
+        words = torch.cat([self._head(name, len(slots)), *(r.flatten() for r in whole)])
+        return "stored" if self._backend.set(file_key, words) else "stored_without"
 
     # What comes back.
 
@@ -285,13 +289,19 @@ class StoredPages:
         with self._lock:
             self._counts[what] += 1
 
-    def _contained(self, what: str, do: Callable[..., T], *args: Any) -> T | None:
-        """Return what something gives that may fail where the engine must not, on any thread; None where it fails."""
+    def _contained(self, what: str, do: Callable[..., T], *args: Any, brings: bool = True) -> T | None:
+        """Return what something gives that may fail where the engine must not, on any thread; None where it fails.
+
+        Args:
+            what: for the log.
+            do, args: what is called.
+            brings: whether what comes to the host depends on it.
+        """
         try:
             with torch.inference_mode(False):
                 return do(*args)
         except Exception as error:
-            self._failed = True
+            self._failed |= brings
             self._manager.guard.failed(what, error)
             return None
 
