@@ -162,7 +162,9 @@ class HostTier:
         self._hash: HostSeals | None = None
         # Records and seals side by side: they come and go together, and seals in any case.
         self._width = RECORD_WORDS + (0 if pool.seals is None else pool.seals.words.shape[1])
-        self._rows = torch.zeros(num_slots + 1, self._width, dtype=torch.int64)
+        # Ops want records whose rows lie a multiple of their words apart.
+        apart = -(-self._width // RECORD_WORDS) * RECORD_WORDS
+        self._rows = torch.zeros(num_slots + 1, apart, dtype=torch.int64)[:, : self._width]
         self.pool.records = self._rows[:, :RECORD_WORDS]
         self._seals = None if pool.seals is None else self._rows[:, RECORD_WORDS:]
         if pool.seals is not None:
@@ -379,7 +381,7 @@ class HostTier:
             unsealed=self._unsealed,
             waiting=max(0, self._queued - self._taken - self._given_up),
             rounds=self._rounds,
-            memory=self._rows.nbytes + sum(known.nbytes for known in self._known),
+            memory=self._rows.untyped_storage().nbytes() + sum(known.nbytes for known in self._known),
             brought=self._came,
             brought_unknown=self._came_unknown,
         )

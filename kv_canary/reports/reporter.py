@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from kv_canary.backends import select_backend
+from kv_canary.backends import interpreting, select_backend
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import Tag
 from kv_canary.errors import short_name
@@ -220,8 +220,11 @@ class IncidentReporter:
             self._looker(group).warm_up(group)
 
     def _looker(self, group: BufferGroup) -> SlotReader:
+        device = group.pool.records.device
+        # A tier of an engine on a GPU is on the CPU.
+        can_choose = device.type == "cuda" or interpreting()
         return SlotReader(
-            backend=select_backend(self._config.backend, group.pool.records.device),
+            backend=select_backend(self._config.backend, device) if can_choose else "reference",
             track_lifetime=self._config.track_lifetime,
             name_of_owner=self._decoder.name_of_owner,
             handed_out=self._decoder.facts.handed_out,

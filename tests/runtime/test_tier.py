@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import kv_canary as kc
+from kv_canary import backends
 from kv_canary import tier as tier_module
 from kv_canary.host_seals import HostSeals
 from kv_canary.reference.seals import band_words
+from kv_canary.reports import reporter
 from kv_canary.specs.structures import Endpoint, KvSource
 from kv_canary.tier import HostTier
 
@@ -124,6 +126,35 @@ def test_a_bit_that_flips_on_the_host_is_found_there(half: str) -> None:
     assert (report.slot, report.position) == (25, 4)
     assert report.places == (f"{half} somewhere from layer 0 to layer 1",)
     assert "written by request a" in report.sentence
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seals", ["layer", "model"])
+def test_what_is_found_on_the_host_is_told_with_its_neighbours(backend: str, seals: str) -> None:
+    t, _, device, host = lived(backend=backend, seals=seals)
+    t.backup(device, host)
+    t.halves[0][1, 24, 3] ^= 4
+    assert set(t.found()) == {("SEAL_K",)}
+    assert t.engine.manager.summary().failures == {}
+    [incident] = t.engine.manager.incidents
+    assert incident.neighbourhood is not None
+    around = {row.slot: row for row in incident.neighbourhood.rows}
+    assert set(around) == set((host + 1).tolist())
+    assert {around[slot].position for slot in (24, 25, 26)} == {3, 4, 5}
+    assert {row.writer for row in around.values()} == {"a"}
+
+
+def test_kernels_that_want_a_gpu_do_not_look_around_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    t, _, device, host = lived(backend="triton")
+    t.backup(device, host)
+    t.engine.manager.flush()
+    t.halves[0][1, 24, 3] ^= 4
+    for module in (backends, reporter):
+        monkeypatch.setattr(module, "interpreting", lambda: False, raising=False)
+    assert set(t.found()) == {("SEAL_K",)}
+    [incident] = t.engine.manager.incidents
+    assert incident.neighbourhood is not None
+    assert len(incident.neighbourhood.rows) == 10
 
 
 def test_a_bit_that_flips_on_the_host_is_found_when_it_is_loaded() -> None:
@@ -295,8 +326,8 @@ def test_of_one_backup_that_is_too_large_the_last_slots_are_looked_at_first(monk
     t.backup(device, host)
     t.tier.settle()
     assert t.tier.facts.waiting == 4
-    # Records and seals, and five numbers of what is known of a slot.
-    assert t.tier.facts.memory == (t.tier.width + 5) * 8 * t.tier.pool.num_slots
+    # Records and seals, in whole records' words, and five numbers of what is known of a slot.
+    assert t.tier.facts.memory == (-(-t.tier.width // 4) * 4 + 5) * 8 * t.tier.pool.num_slots
     last = int(host[-1])
     t.halves[0][0, last, 0] ^= 1
     assert t.tier.check() == 4
