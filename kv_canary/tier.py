@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 # of theirs at most, which stay in a core's cache.
 CHECKED_SHARE, _MOST_AT_ONCE, _BYTES_AT_ONCE = 0.05, 256, 1 << 17
 _LOW = np.uint64(0xFFFFFFFF)
+# Slots that are looked through at once for those that hold something.
+_SCANNED_AT_ONCE = 1 << 16
 # Slots that wait for their first look at most; those beyond are come to in turn.
 _MOST_WAITING = 1 << 16
 # Bands that are reported of one look at most: where so much is damaged, the next round finds the rest.
@@ -191,7 +193,8 @@ class HostTier:
         # Slots that have not been looked at since they came, in pieces; how many came, were taken out, and given up.
         self._waiting: deque[np.ndarray] = deque()
         self._queued = self._taken = self._given_up = 0
-        self._cursor, self._rounds = 1, 0
+        # Slots of the round that are next, and the first one that has not been looked through for more.
+        self._next, self._cursor, self._rounds = np.zeros(0, np.int64), 1, 0
         self._verified = self._unsealed = 0
         self._looks = threading.Lock()
         self._ended = threading.Event()
@@ -415,15 +418,10 @@ class HostTier:
             if whole:
                 while len(self._next_waiting()):
                     pass
-                return sum(self._look(self._from(first)) for first in range(1, self.pool.num_slots, self._at_once))
+                held, piece = self.held, self._at_once
+                return sum(self._look(held[first : first + piece]) for first in range(0, len(held), piece))
             waiting = self._next_waiting()
-            if len(waiting):
-                return self._look(waiting)
-            slots = self._from(self._cursor)
-            self._cursor += len(slots)
-            if self._cursor >= self.pool.num_slots:
-                self._cursor, self._rounds = 1, self._rounds + 1
-            return self._look(slots)
+            return self._look(waiting if len(waiting) else self._next_in_turn())
 
     def _wait(self, slots: np.ndarray) -> None:
         """Have slots looked at that have just come; where too many wait, the oldest are come to in turn."""
@@ -461,9 +459,16 @@ class HostTier:
         """The slots whose bytes and records are there, by this pool's numbers."""
         return np.flatnonzero(self._there == self._generations)
 
-    def _from(self, first: int) -> np.ndarray:
-        """Return as many slots as are looked at at once, from `first` on, fewer at the end."""
-        return np.arange(first, min(first + self._at_once, self.pool.num_slots))
+    def _next_in_turn(self) -> np.ndarray:
+        """Return as many slots as are looked at at once, of those that hold something; none where a round ends."""
+        while not len(self._next) and self._cursor < self.pool.num_slots:
+            first, self._cursor = self._cursor, min(self._cursor + _SCANNED_AT_ONCE, self.pool.num_slots)
+            scanned = slice(first, self._cursor)
+            self._next = first + np.flatnonzero(self._there[scanned] == self._generations[scanned])
+        slots, self._next = self._next[: self._at_once], self._next[self._at_once :]
+        if not len(self._next) and self._cursor >= self.pool.num_slots:
+            self._cursor, self._rounds = 1, self._rounds + 1
+        return slots
 
     def _look_around(self) -> None:
         while not self._ended.is_set():
@@ -474,7 +479,7 @@ class HostTier:
                 self._manager.guard.failed("looking at the host tier", error)
             spent = time.monotonic() - began
             # A tier that is empty is gone round in no time.
-            idle = _IDLE if not looked and (rounds != self._rounds or not len(self.held)) else 0.0
+            idle = _IDLE if not looked and rounds != self._rounds else 0.0
             self._ended.wait(max(spent * (1 / CHECKED_SHARE - 1), idle))
 
     def _look(self, slots: np.ndarray) -> int:

@@ -301,6 +301,57 @@ def test_the_thread_looks_at_what_arrives_first_and_then_at_all_of_it() -> None:
     assert incident.count >= 2
 
 
+@pytest.mark.parametrize(("scanned", "looked"), [(1 << 16, [4, 4, 2]), (8, [4, 4, 2, 0])])
+def test_a_round_passes_over_what_holds_nothing(
+    monkeypatch: pytest.MonkeyPatch, scanned: int, looked: list[int]
+) -> None:
+    monkeypatch.setattr(tier_module, "_SCANNED_AT_ONCE", scanned)
+    t, _, device, host = lived()
+    t.backup(device, host)
+    t.tier.settle()
+    assert t.tier.check() == 10
+    t.tier._at_once = 4
+    for rounds in (1, 2):
+        assert [t.tier.check() for _ in looked] == looked
+        assert t.tier.facts.rounds == rounds
+    t.halves[0][0, 29, 0] ^= 1
+    for _ in looked:
+        t.tier.check()
+    t.engine.manager.flush()
+    assert {r.slot for r in t.engine.manager.reports} == {30}
+    # What has gone since it was next is passed over as well.
+    t.tier.check()
+    t.tier.free(host[4:])
+    assert t.tier.check() == 0
+
+
+def test_the_thread_keeps_to_its_share_in_a_large_tier_that_is_nearly_empty() -> None:
+    slots = 1 << 20
+    k, v = (
+        KvSource(
+            layers=tuple(torch.zeros(LAYERS, slots, BYTES, dtype=torch.uint8)),
+            page_size=1,
+            bytes_per_token=BYTES,
+            slot_bias=1,
+        )
+        for _ in range(2)
+    )
+    engine = full_engine(seals="layer")
+    tier = HostTier(engine.manager, engine.groups[0], num_slots=slots, k_source=k, v_source=v)
+    tier._there[1:65] = tier._generations[1:65]
+    tier.start()
+    assert tier._thread is not None
+    assert tier._thread.ident is not None
+    clock = time.pthread_getcpuclockid(tier._thread.ident)
+    began, before = time.monotonic(), time.clock_gettime(clock)
+    time.sleep(1)
+    took, passed = time.clock_gettime(clock) - before, time.monotonic() - began
+    tier.close()
+    # A look may have been under way at either end.
+    assert took / passed < 0.1
+    assert tier.facts.rounds > 0
+
+
 def test_of_too_many_that_wait_the_oldest_are_come_to_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_module, "_MOST_WAITING", 12)
     t, _, device, _ = lived()
