@@ -133,8 +133,8 @@ class SingleForwardManager:
         self._ahead: Advance | None = None
         self._rows_at_head: Int64s | None = None
         self._rows_at_tail: Int64s | None = None
-        # Whether what the model is given is taken at TAIL.
-        self._is_late = False
+        # Whether what the model is given is taken at TAIL, and whether its input ids are known.
+        self._is_late = self._has_ids = False
         # Decode steps that may be repeated, by their rounded size, and other forwards, by theirs; the one that is; and
         # where it writes, asked where that matters.
         self._decodes: dict[Hashable, Repetition] = {}
@@ -447,6 +447,7 @@ class SingleForwardManager:
         self._steps.expect_idle(f"forward {self.name}: begin")
         self._check(batch, captured)
         self._advance = self._ahead = self._rows_at_head = self._rows_at_tail = None
+        self._has_ids = batch.input_ids is not None or not batch.arrays.num_tokens
         try:
             strides, advance = self._steps.begin_forward(
                 self, batch.arrays, may_wait=captured is None and not self.inner
@@ -612,6 +613,8 @@ class SingleForwardManager:
                 if self._is_late and self._batch is not None:
                     self._take_given(self._batch, given)
                 self._copy_inputs(input_ids, None)
+                if self._batch is not None and not (self._has_ids or self._is_late or self._captured is not None):
+                    raise ValueError(must_be(f"forward {self.name}", "input_ids", "given by TAIL", "nothing"))
                 key = ("tail", *self._key(self._inputs.in_place))
                 self._timed(lambda: self._replays.run(key, self._launch_tail))
             self._rows_at_tail, self._phase = None, Phase.TAIL
@@ -910,9 +913,16 @@ class SingleForwardManager:
         self._inputs.in_place = given
 
     def _copy_inputs(self, input_ids: torch.Tensor | None, positions: torch.Tensor | None) -> None:
-        for buffer, tensor in ((self._inputs.input_ids, input_ids), (self._inputs.positions, positions)):
-            if tensor is not None:
-                copy_front(buffer[: self._new_tokens], tensor)
+        self._has_ids |= input_ids is not None
+        for argument, buffer, tensor in (
+            ("input_ids", self._inputs.input_ids, input_ids),
+            ("positions", self._inputs.positions, positions),
+        ):
+            if tensor is None:
+                continue
+            if tensor.dim() != 1:
+                raise ValueError(must_be(f"forward {self.name}", argument, "of shape [tokens]", str(list(tensor.shape))))
+            copy_front(buffer[: self._new_tokens], tensor)
 
     def _advance_scratch(self) -> None:
         """Let the tails of the requests go on over what this forward wrote, for the next one inside the step."""

@@ -546,3 +546,24 @@ def test_a_replay_reads_tails_that_were_brought_up_before_it() -> None:
         a.cached += 1
     assert [r.sentence for r in engine.found()] == []
     assert engine.manager.summary().positions_verified == 7 + 8 + 9
+
+
+def test_input_ids_that_nobody_has_given_by_tail_are_asked_for() -> None:
+    engine = full_engine(mode="raise")
+    a = engine.add("a", 40)
+    batch = engine.batch((a, 10))
+    ids = batch.input_ids
+    assert ids is not None
+    forward = engine.forward
+    for given, said in ((None, "input_ids must be given by TAIL, got nothing"), (ids[None], r"got \[1, 10\]")):
+        forward.begin(dataclasses.replace(batch, input_ids=None))
+        forward.head()
+        with pytest.raises(ValueError, match=said):
+            forward.tail(input_ids=given)
+        forward.abort()
+    forward.begin(dataclasses.replace(batch, input_ids=None))
+    forward.head(input_ids=ids)
+    forward.tail()
+    forward.end()
+    engine.manager.flush()
+    assert engine.manager.summary().violations == 0
