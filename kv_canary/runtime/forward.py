@@ -921,7 +921,8 @@ class SingleForwardManager:
             if tensor is None:
                 continue
             if tensor.dim() != 1:
-                raise ValueError(must_be(f"forward {self.name}", argument, "of shape [tokens]", str(list(tensor.shape))))
+                got = str(list(tensor.shape))
+                raise ValueError(must_be(f"forward {self.name}", argument, "of shape [tokens]", got))
             copy_front(buffer[: self._new_tokens], tensor)
 
     def _advance_scratch(self) -> None:
