@@ -9,11 +9,14 @@ path through block tables, CPU offloading and prefix sharing are all served; `tr
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Self
 
 import transformers
@@ -38,6 +41,10 @@ if TYPE_CHECKING:
     from kv_canary.observers.metrics_server import MetricsServer
 
 OnReport = Callable[[ViolationReport], None]
+
+# Seconds that the thread of a running manager is waited for: it is between two steps at least ten times a second, but
+# for the time that its cache takes.
+PATIENCE = 60.0
 
 
 def install(
@@ -292,26 +299,30 @@ class _Watch:
         self.patches = Patches()
         self._canary = canary
         self._session: Session | None = None
+        # The engine's thread, which may be started at any time, and who installs may both come upon a new cache.
+        self._lock = threading.RLock()
         try:
             self.patches.expect_unwatched(manager, "_create_batch_processor")
             self.patches.wrap(manager, "_create_batch_processor", self._create)
             self.patches.wrap(manager, "stop", self._stop)
-            if manager.batch_processor is not None:
-                self._session = canary.attach(manager.batch_processor)
+            with _at_rest(manager), self._lock:
+                if self._session is None and manager.batch_processor is not None:
+                    self._session = canary.attach(manager.batch_processor)
         except BaseException:
             self.patches.undo_all()
             raise
 
     def _create(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Before the engine measures how much memory is free for the new one.
-        self._close_if_gone()
-        processor = original(*args, **kwargs)
-        if self._session is None:
-            with self._canary.guard.contain("transformers adapter: watching a new cache") as part:
-                self._session = self._canary.attach(processor)
-            if part.failed:
-                logger.error("kv-canary: transformers adapter: the requests of this cache go by unwatched")
-        return processor
+        with self._lock:
+            # Before the engine measures how much memory is free for the new one.
+            self._close_if_gone()
+            processor = original(*args, **kwargs)
+            if self._session is None:
+                with self._canary.guard.contain("transformers adapter: watching a new cache") as part:
+                    self._session = self._canary.attach(processor)
+                if part.failed:
+                    logger.error("kv-canary: transformers adapter: the requests of this cache go by unwatched")
+            return processor
 
     def _stop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -326,3 +337,57 @@ class _Watch:
             self._session = None
             with self._canary.guard.contain("transformers adapter: letting go of a cache"):
                 self._canary.close(session)
+
+
+@contextlib.contextmanager
+def _at_rest(manager: Any) -> Iterator[None]:
+    """Hold the thread of a running manager between two steps; where none runs, or it is the caller's own, do nothing.
+
+    Not by the engine's own `pause`, which 5.17 has not, and which waits for a step however long it takes.
+
+    Raises:
+        RuntimeError: the manager serves requests, or its thread does not come to rest.
+    """
+    if threading.current_thread() is manager._generation_thread:
+        yield
+        return
+    end = time.monotonic() + PATIENCE
+    while manager.is_running() and manager.batch_processor is None:
+        # Its thread, which is not to be stopped there, makes the cache.
+        _expect_before(end)
+        time.sleep(0.01)
+    processor = manager.batch_processor
+    if processor is None or not manager.is_running():
+        yield
+        return
+    rests, goes_on = threading.Event(), threading.Event()
+
+    def hold(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        rests.set()
+        goes_on.wait()
+        return original(*args, **kwargs)
+
+    patches = Patches()
+    patches.wrap(processor, "prepare_next_batch", hold)
+    try:
+        while manager.is_running() and not rests.wait(0.05):
+            if processor.has_pending_requests():
+                raise RuntimeError(
+                    must_be("transformers adapter", "the cache", "empty when installed", "requests in it")
+                )
+            _expect_before(end)
+        yield
+    finally:
+        goes_on.set()
+        patches.undo_all()
+
+
+def _expect_before(end: float) -> None:
+    """See that the engine's thread is not waited for any longer.
+
+    Raises:
+        RuntimeError: `end`, in seconds of `time.monotonic`, is over.
+    """
+    if time.monotonic() > end:
+        expected = f"between two steps within {PATIENCE:g} s"
+        raise RuntimeError(must_be("transformers adapter", "the engine's thread", expected, "one that is not"))

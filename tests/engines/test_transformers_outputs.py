@@ -6,14 +6,17 @@ import importlib
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import kv_canary
+from kv_canary.runtime.manager import CanaryManager
 
 from .scenarios import MODELS, Prompts, batching_config, generation_config, make_model, serve, watch_engine
 
@@ -252,6 +255,138 @@ def test_a_cache_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             go.set()
         server.collect(1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_request_that_comes_while_a_running_manager_is_installed_into_is_watched(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Making the canary's tables and compiling its kernels takes seconds on a GPU."""
+    happened = watch_engine(monkeypatch)
+    prompts = Prompts().of_lengths(40, 20)
+    with serve(make_model(kind)) as server:
+        first = server.run(prompts[:1])
+        before = happened.forwards
+
+        def warm_up(canary: Any, *args: Any) -> None:
+            # The cache was found empty, and the hooks are not set yet.
+            server.add(prompts, new_tokens=100)
+            end = time.monotonic() + 1.0
+            while happened.forwards < before + 3 and time.monotonic() < end:
+                time.sleep(0.01)
+            original(canary, *args)
+
+        original = CanaryManager.warm_up
+        monkeypatch.setattr(CanaryManager, "warm_up", warm_up)
+        canary = kv_canary.install(server.manager)
+        assert server.collect(2)["w1_0"][: len(first[0])] == first[0]
+        assert ("processor", "prepare_next_batch") not in wrapped(engine_objects(server.manager.model, server.manager))
+    canary.flush()
+    summary = canary.summary()
+    assert (summary.violations, summary.watching, summary.steps) == (0, "complete", happened.forwards - before)
+    assert canary.reports == []
+
+
+def test_a_manager_that_has_just_been_started_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = watch_engine(monkeypatch)
+    making, go = slow_cache(monkeypatch)
+    manager = new_manager(make_model("llama"))
+    manager.start()
+    try:
+        assert making.wait(60)
+        assert manager.batch_processor is None
+        threading.Timer(0.3, go.set).start()
+        canary = kv_canary.install(manager)
+        manager.add_request(Prompts().random(40), request_id="a", max_new_tokens=8, eos_token_id=-1)
+        assert manager.get_result(timeout=60).is_finished()
+        groups = canary.manager.groups
+    finally:
+        go.set()
+        manager.stop(block=True)
+    canary.flush()
+    summary = canary.summary()
+    assert (summary.steps, summary.watching) == (happened.forwards, "complete")
+    assert summary.positions_verified == happened.relied_on(groups) > 0
+
+
+def test_a_manager_whose_cache_does_not_come_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("kv_canary.engines.transformers"), "PATIENCE", 0.2)
+    making, go = slow_cache(monkeypatch)
+    manager = new_manager(make_model("llama"))
+    manager.start()
+    try:
+        assert making.wait(60)
+        with pytest.raises(RuntimeError, match=r"thread must be between two steps within 0\.2 s, got one that is not"):
+            kv_canary.install(manager)
+        go.set()
+        manager.add_request(Prompts().random(40), request_id="a", max_new_tokens=8, eos_token_id=-1)
+        assert manager.get_result(timeout=60).is_finished()
+        assert wrapped(engine_objects(manager.model, manager)) == []
+    finally:
+        go.set()
+        manager.stop(block=True)
+
+
+def test_a_manager_that_is_started_while_it_is_installed_into_is_watched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = watch_engine(monkeypatch)
+    manager = new_manager(make_model("llama"))
+    manager.warmup()
+    original = CanaryManager.warm_up
+
+    def warm_up(canary: Any, *args: Any) -> None:
+        manager.start()
+        manager.add_request(Prompts().random(40), request_id="a", max_new_tokens=8, eos_token_id=-1)
+        time.sleep(0.5)
+        original(canary, *args)
+
+    monkeypatch.setattr(CanaryManager, "warm_up", warm_up)
+    canary = kv_canary.install(manager)
+    try:
+        assert manager.get_result(timeout=60).is_finished()
+    finally:
+        manager.stop(block=True)
+    canary.flush()
+    summary = canary.summary()
+    assert (summary.violations, summary.watching, summary.steps) == (0, "complete", happened.forwards)
+    assert canary.reports == []
+
+
+def test_a_manager_whose_thread_has_died_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread ends while it is waited for, instead of coming to rest."""
+    manager = new_manager(make_model("llama"))
+    making, go = slow_cache(monkeypatch, error=RuntimeError("no memory"))
+    manager.start()
+    assert making.wait(60)
+    threading.Timer(0.3, go.set).start()
+    canary = kv_canary.install(manager)
+    assert not manager.is_running()
+    monkeypatch.undo()
+    manager.start()
+    try:
+        manager.add_request(Prompts().random(40), request_id="a", max_new_tokens=8, eos_token_id=-1)
+        assert manager.get_result(timeout=60).is_finished()
+    finally:
+        manager.stop(block=True)
+    canary.flush()
+    assert (canary.summary().violations, canary.summary().watching) == (0, "complete")
+
+
+def slow_cache(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
+) -> tuple[threading.Event, threading.Event]:
+    """Let caches be made, or fail with `error`, only once the second event is set; the first says that one is due."""
+    making, go = threading.Event(), threading.Event()
+    original = PagedAttentionCache.__init__
+
+    def slow(cache: Any, *args: Any, **kwargs: Any) -> None:
+        making.set()
+        assert go.wait(60)
+        if error is not None:
+            raise error
+        original(cache, *args, **kwargs)
+
+    monkeypatch.setattr(PagedAttentionCache, "__init__", slow)
+    return making, go
 
 
 @pytest.mark.parametrize("version", ["5.16.2", "5.18.0", "5.25.0", "6.0.0", "5", "unknown"])
