@@ -272,7 +272,8 @@ class TransformersCanary:
             return result
 
         def alone(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if not self._told:
+            # A paged one is handed on to generate_batch.
+            if not self._told and kwargs.get("cache_implementation") != "paged":
                 self._told = True
                 logger.warning(
                     "kv-canary: transformers adapter: generate() goes by unwatched: the canary is in continuous "

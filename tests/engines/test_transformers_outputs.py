@@ -450,6 +450,21 @@ def test_generate_on_a_watched_model_is_said_to_be_unwatched_once(caplog: pytest
     assert "generate() goes by unwatched: the canary is in continuous batching" in said[0]
 
 
+def test_paged_generation_is_watched_and_not_said_to_be_unwatched(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    happened = watch_engine(monkeypatch)
+    model = make_model("llama")
+    options = {"generation_config": generation_config(new_tokens=2), "cache_implementation": "paged"}
+    with kv_canary.install(model) as canary:
+        model.generate(torch.tensor([[5, 6, 7]]), continuous_batching_config=batching_config(), **options)
+        assert "goes by unwatched" not in caplog.text
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
+    assert caplog.text.count("generate() goes by unwatched") == 1
+    assert (canary.summary().watching, canary.summary().steps) == ("complete", happened.forwards)
+    assert happened.forwards > 0
+
+
 def test_options_beside_a_config_are_refused() -> None:
     with pytest.raises(TypeError, match="options must be left out where a config is given, got mode"):
         kv_canary.install(make_model("llama"), config=kv_canary.CanaryConfig(), mode="raise")
