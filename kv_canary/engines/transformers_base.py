@@ -8,7 +8,7 @@ by one where the engine's slot 0 is real.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,15 +41,15 @@ class Events:
         written: returns how many positions of a request forwards have written.
     """
 
-    freed: Callable[[KvPool, torch.Tensor, str | None], None]
-    copied: Callable[[KvPool, torch.Tensor, torch.Tensor, str], None]
-    request_ended: Callable[[str], None]
-    request_freed: Callable[[str], None]
+    freed: Callable[[KvPool, torch.Tensor, Hashable | None], None]
+    copied: Callable[[KvPool, torch.Tensor, torch.Tensor, Hashable], None]
+    request_ended: Callable[[Hashable], None]
+    request_freed: Callable[[Hashable], None]
     all_freed: Callable[[], None]
     reused: Callable[[KvPool, torch.Tensor], None]
     cleared: Callable[[], None]
     before_copy: Callable[[], None]
-    written: Callable[[str], int]
+    written: Callable[[Hashable], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Layout(ABC):
         self.cache = processor.cache
         self.read_bytes = read_bytes
         # The request whose blocks are being freed right now.
-        self.freeing: str | None = None
+        self.freeing: Hashable | None = None
         # By group and block; only what stands there of blocks that the prefix cache holds is meant.
         self._places: dict[tuple[int, int], _Place] = {}
 
@@ -97,11 +97,11 @@ class Layout(ABC):
         """Make the cache forget what no request uses; return whether it is empty then."""
 
     @abstractmethod
-    def host_blocks(self, request_id: str) -> Mapping[KvPool, list[tuple[int, list[int]]]]:
+    def host_blocks(self, request_id: Hashable) -> Mapping[KvPool, list[tuple[int, list[int]]]]:
         """Return the request's host-tier blocks: per pool, (group, block ids) in order; empty if it has none."""
 
     @abstractmethod
-    def block_table(self, group: int) -> dict[str, list[int]]:
+    def block_table(self, group: int) -> dict[Hashable, list[int]]:
         """Return the live block table of a group."""
 
     @abstractmethod
@@ -128,7 +128,7 @@ class Layout(ABC):
             if (placed := [b for b in self.cached_blocks(g) if self._is_placed(g, b)])
         ]
 
-    def note_cached(self, request_id: str, *, written: int) -> None:
+    def note_cached(self, request_id: Hashable, *, written: int) -> None:
         """Note where the blocks of a request stand that the prefix cache has taken in.
 
         Args:
@@ -211,7 +211,7 @@ class Layout(ABC):
     def watch_requests(self, patches: Patches, events: Events, *, marks: str) -> None:
         """Watch requests being forgotten, and the prefix cache taking blocks in, by the cache's method `marks`."""
 
-        def free(original: Callable[..., Any], request_id: str, *args: Any, **kwargs: Any) -> Any:
+        def free(original: Callable[..., Any], request_id: Hashable, *args: Any, **kwargs: Any) -> Any:
             # Otherwise it is put off, and comes again.
             if not (args or kwargs.get("no_cache")):
                 events.request_ended(request_id)
@@ -241,7 +241,7 @@ class Layout(ABC):
     def copied(self, events: Events, group: int, pool: KvPool, pairs: list[tuple[int, int]]) -> None:
         """Report copied blocks, grouped by the request that each destination now belongs to."""
         owners = {block: request for request, blocks in self.block_table(group).items() for block in blocks}
-        by_request: dict[str, list[tuple[int, int]]] = {}
+        by_request: dict[Hashable, list[tuple[int, int]]] = {}
         for src, dst in pairs:
             by_request.setdefault(owners[dst], []).append((src, dst))
         for request, mine in by_request.items():

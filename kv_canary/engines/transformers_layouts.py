@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -137,7 +137,7 @@ class SectorLayout(Layout):
         self.cache.evict_cached_blocks()
         return True
 
-    def host_blocks(self, request_id: str) -> Mapping[KvPool, list[tuple[int, list[int]]]]:
+    def host_blocks(self, request_id: Hashable) -> Mapping[KvPool, list[tuple[int, list[int]]]]:
         hosts = self.processor.offloading_manager._request_id_to_cpu_blocks.get(request_id, {})
         return {
             self.groups[g].pool: [(g, hosts[a.layer_type])]
@@ -145,8 +145,8 @@ class SectorLayout(Layout):
             if a.layer_type in hosts
         }
 
-    def block_table(self, group: int) -> dict[str, list[int]]:
-        table: dict[str, list[int]] = self.allocators[group].block_table
+    def block_table(self, group: int) -> dict[Hashable, list[int]]:
+        table: dict[Hashable, list[int]] = self.allocators[group].block_table
         return table
 
     def block_slots(self, pool: KvPool, blocks: list[int], *, host: bool = False) -> torch.Tensor:
@@ -247,7 +247,7 @@ class BlockLayout(Layout):
         blocks.has_enough_free_blocks(blocks.num_free_blocks)
         return True
 
-    def host_blocks(self, request_id: str) -> Mapping[KvPool, list[tuple[int, list[int]]]]:
+    def host_blocks(self, request_id: Hashable) -> Mapping[KvPool, list[tuple[int, list[int]]]]:
         offloading = self.processor.offloading_manager
         hosts = list(offloading._request_id_to_cpu_blocks.get(request_id, []))
         parts = []
@@ -256,8 +256,8 @@ class BlockLayout(Layout):
             hosts = hosts[count:]
         return {self.pool: parts} if parts else {}
 
-    def block_table(self, group: int) -> dict[str, list[int]]:
-        table: dict[str, list[int]] = self.managers[group].block_table
+    def block_table(self, group: int) -> dict[Hashable, list[int]]:
+        table: dict[Hashable, list[int]] = self.managers[group].block_table
         return table
 
     def block_slots(self, pool: KvPool, blocks: list[int], *, host: bool = False) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter, getitem, is_
 from typing import Any
 
@@ -23,9 +23,8 @@ class Requests:
     """What the canary asks of the engine's `RequestState`s."""
 
     def name(self, member: Any) -> str:
-        """Return the engine's id of a request."""
-        name: str = member.request_id
-        return name
+        """Return the engine's id of a request as text: the engine takes numbers too."""
+        return str(member.request_id)
 
     def tokens(self, member: Any, start: int, end: int) -> Sequence[int]:
         """Return own tokens [start, end) of a request: its prompt, then what it has generated.
@@ -66,7 +65,7 @@ class Composer:
 
     def __init__(self, rows: RowTable, identity: Callable[[Any], Identity] | None) -> None:
         self._rows, self._identity = rows, identity
-        self._identities: dict[str, int] = {}
+        self._identities: dict[Hashable, int] = {}
         self._source = Requests()
         self._last: Composition | None = None
         # The requests of the last forward, if it was a decode step.
@@ -95,7 +94,7 @@ class Composer:
         self._decoded = requests
         return requests
 
-    def forget(self, request_ids: Iterable[str] | None = None) -> None:
+    def forget(self, request_ids: Iterable[Hashable] | None = None) -> None:
         """Take in that the engine has let go of requests; None: of all of them."""
         self._last = self._decoded = None
         if request_ids is None:
@@ -111,7 +110,7 @@ class Composer:
         if last is not None and len(states) == len(last) and all(map(is_, states, last.members)):
             return last
         names = [state.request_id for state in states]
-        if any(name.startswith(WARMUP_PREFIX) for name in names):
+        if any(str(name).startswith(WARMUP_PREFIX) for name in names):
             return None
         # Rows may be taken from those of the last one.
         self._last, keep = None, set(names)
@@ -136,10 +135,10 @@ class Written:
     """How many positions of each request forwards have written, by the engine's ids."""
 
     def __init__(self) -> None:
-        self._ends: dict[str, int] = {}
+        self._ends: dict[Hashable, int] = {}
         # The last forward, whose requests are looked at one by one only where somebody asks or others come.
         self._last: BatchRequests | None = None
-        self._places: dict[str, int] = {}
+        self._places: dict[Hashable, int] = {}
 
     def note(self, requests: BatchRequests) -> None:
         """Take in that a forward has written its tokens."""
@@ -153,14 +152,14 @@ class Written:
         self._settle()
         self._ends.update((f.state.request_id, f.state.position_offset) for f in futures)
 
-    def of(self, request_id: str) -> int:
+    def of(self, request_id: Hashable) -> int:
         """Return how many positions of a request have been written."""
         place = self._places.get(request_id)
         if place is None or self._last is None:
             return self._ends.get(request_id, 0)
         return int(self._last.ends[place])
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request_id: Hashable) -> None:
         """Take in that the engine has let go of a request."""
         self._settle()
         self._ends.pop(request_id, None)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class Session:
         self._lock = threading.RLock()
         self._freed: dict[tuple[KvPool, int], list[torch.Tensor]] = {}
         # Requests that have ended, with the slots of each by group.
-        self._ended: list[tuple[str, dict[str, torch.Tensor]]] = []
+        self._ended: list[tuple[Hashable, dict[str, torch.Tensor]]] = []
         self._patches = Patches(failed=self._hook_failed)
         # All that HEAD and TAIL work on is allocated on their stream, so that it is not reused while they run.
         with self._on_stream():
@@ -311,7 +311,7 @@ class Session:
     def _cached(self) -> Sequence[CachedSlots]:
         return self.layout.cached(anchored=self._anchored)
 
-    def _forget_blocks(self, request_ids: Iterable[str]) -> None:
+    def _forget_blocks(self, request_ids: Iterable[Hashable]) -> None:
         """Drop the records of what a warm-up writes into: blocks that were freed, whose bytes change now."""
         for request_id in request_ids:
             for g, group in enumerate(self.layout.groups):
@@ -326,7 +326,7 @@ class Session:
             # Nothing was written there, which is not to be taken for what could not be followed.
             self.manager.unverified.written(pool, mine)
 
-    def _forget(self, request_id: str) -> None:
+    def _forget(self, request_id: Hashable) -> None:
         self._composer.forget([request_id])
         self._written.forget(request_id)
 
@@ -334,16 +334,16 @@ class Session:
         self._composer.forget()
         self._written.clear()
 
-    def _copied(self, pool: KvPool, src: torch.Tensor, dst: torch.Tensor, request_id: str) -> None:
+    def _copied(self, pool: KvPool, src: torch.Tensor, dst: torch.Tensor, request_id: Hashable) -> None:
         with self._on_stream():
             sources, targets = send(self.manager.device, src.tolist(), dst.tolist())
             self.manager.move(pool, sources, targets, owner=self._rows.owner(request_id))
 
-    def _note_freed(self, pool: KvPool, slots: torch.Tensor, request_id: str | None) -> None:
+    def _note_freed(self, pool: KvPool, slots: torch.Tensor, request_id: Hashable | None) -> None:
         owner = 0 if request_id is None else self._rows.owner(request_id)
         self._freed.setdefault((pool, owner), []).append(slots)
 
-    def _note_ended(self, request_id: str) -> None:
+    def _note_ended(self, request_id: Hashable) -> None:
         if not self.manager.completes:
             return
         slots = {
@@ -358,7 +358,7 @@ class Session:
         with self._contained("completing requests"), self._on_stream():
             sent = iter(send(self.manager.device, *(its.numpy() for _, slots in ended for its in slots.values())))
             for request_id, slots in ended:
-                self.manager.complete(request_id, {name: next(sent) for name in slots})
+                self.manager.complete(str(request_id), {name: next(sent) for name in slots})
 
     def _retire_freed(self) -> None:
         if self._ended:

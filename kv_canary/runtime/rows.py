@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable, Set
 from typing import Protocol
 
 from kv_canary.constants import OWNER_MASK
@@ -60,7 +61,8 @@ class RowTable:
     """Gives each request a row of the canary's tables, and an owner number for the records it writes.
 
     Rows are few: where none is free, the request longest unseen loses its row (its tail is then computed anew when it
-    returns). An owner number stays with a request until `release`.
+    returns). An owner number stays with a request until `release`. Requests are told apart by the engine's ids, which
+    need not be strings; reports call them by the ids' text.
 
     Args:
         num_rows: rows of the tables; row 0 is padding and never given away.
@@ -71,11 +73,11 @@ class RowTable:
             raise ValueError(must_be("RowTable", "num_rows", "at least 2", str(num_rows)))
         self.num_rows = num_rows
         self._free = list(range(num_rows - 1, 0, -1))
-        self._rows: OrderedDict[str, int] = OrderedDict()
-        self._owners: dict[str, int] = {}
+        self._rows: OrderedDict[Hashable, int] = OrderedDict()
+        self._owners: dict[Hashable, int] = {}
         self._numbers = OwnerNumbers()
 
-    def row(self, request_id: str, *, keep: frozenset[str] | set[str] = frozenset()) -> int:
+    def row(self, request_id: Hashable, *, keep: Set[Hashable] = frozenset()) -> int:
         """Return the request's row; a row that it takes from another is never one of a request in `keep`."""
         if request_id in self._rows:
             self._rows.move_to_end(request_id)
@@ -88,13 +90,13 @@ class RowTable:
         self._rows[request_id] = row = self._free.pop()
         return row
 
-    def owner(self, request_id: str) -> int:
+    def owner(self, request_id: Hashable) -> int:
         """Return the request's owner number, which is never 0."""
         if request_id not in self._owners:
-            self._owners[request_id] = self._numbers.new(request_id)
+            self._owners[request_id] = self._numbers.new(str(request_id))
         return self._owners[request_id]
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: Hashable) -> None:
         """Forget the request: its row is free, and it gets a new owner number if it comes again."""
         owner = self._owners.pop(request_id, None)
         if owner is not None:

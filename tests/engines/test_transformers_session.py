@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import kv_canary
 
 from .scenarios import PAGE, Prompts, make_model, serve
+from .test_transformers_flips import engine_views
 from .test_transformers_lifetime import pause
 
 
@@ -86,3 +89,45 @@ def test_a_session_keeps_nothing_of_requests_that_are_over() -> None:
         kept = {name: [*value] for part in parts for name, value in vars(part).items() if isinstance(value, dict)}
     canary.uninstall()
     assert {name for name, keys in kept.items() if set(ids) & set(keys)} == set()
+
+
+@pytest.mark.parametrize("spoils", [False, True], ids=["healthy", "spoilt"])
+def test_requests_whose_ids_are_numbers_are_watched_and_named(spoils: bool, tmp_path: Path) -> None:
+    model, prompts = make_model("llama"), Prompts().of_lengths(20, 20, 20, 20)
+    canary = kv_canary.install(
+        model,
+        backend="reference",
+        seals="layer",
+        event_log=tmp_path / "events.jsonl",
+        identity=lambda state: str(state.request_id),
+    )
+    with serve(model) as server:
+        processor = server.manager.batch_processor
+        run, forwards = processor.model_runner.compute_batch, 0
+
+        def spoiling(*args: Any) -> Any:
+            nonlocal forwards
+            forwards += 1
+            result = run(*args)
+            if spoils and forwards == 8:
+                # What the requests that end now rest on: no other forward reads it.
+                for views in engine_views(processor.cache, 0):
+                    for view in views:
+                        view.add_(1)
+            return result
+
+        processor.model_runner.compute_batch = spoiling
+        for wave in (prompts[:2], prompts[2:]):
+            # The engine takes these for two requests.
+            for name, prompt in zip((7, "7"), wave, strict=True):
+                server.manager.add_request(prompt, request_id=name, max_new_tokens=4, eos_token_id=-1)
+            assert set(server.collect(2)) == {7, "7"}
+    canary.flush()
+    summary = canary.summary()
+    canary.uninstall()
+    assert (summary.watching, summary.steps, summary.skipped, summary.failures) == ("complete", forwards, 0, {})
+    assert summary.positions_verified == summary.positions_relied_on > 0
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    verdicts = [(e["request_id"], e["verdict"]) for e in events if e["event"] == "request_verified"]
+    assert verdicts == [("7", "intact")] * 2 + [("7", "damaged" if spoils else "intact")] * 2
+    assert {report.record.request_id for report in canary.reports} == ({"7"} if spoils else set())
