@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -43,6 +44,7 @@ LIVES = {
     "three groups over one memory": Life(kind="gemma3", arguments={"num_gpu_blocks_override": 70}),
     "windows": Life(kind="mistral", steps=70),
     "asynchronous": Life(asynchronous=True),
+    "without a prefix cache": Life(steps=20, arguments={"enable_prefix_caching": False}),
     "V2": Life(runner="V2", steps=25),
     "V2, without seals": Life(runner="V2", steps=25, canary={"check_inputs": "1"}),
     "a draft model": Life(drafts=True, steps=40, size=2 << 20),
@@ -220,6 +222,69 @@ def test_a_request_that_is_given_up_while_it_is_loaded_leaves_nothing_behind(hos
     hosted.session.manager.flush()
     assert [report.sentence for report in hosted.session.manager.reports] == []
     assert hosted.session.manager.summary().uncovered == 0
+
+
+def test_blocks_that_are_handed_on_while_their_store_is_queued_go_to_the_host_as_they_were(model: Model) -> None:
+    from kv_canary.difftest.stress.vllm import offloading
+
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(250)] for _ in range(24)]
+    host = offloading.settings(size=1 << 20)
+    arguments = {"kv_transfer_config": host, "max_num_batched_tokens": 512}
+    with Engine(model("llama"), canary={"seals": "layer"}, **arguments) as engine:
+        for n, prompt in enumerate(prompts):
+            engine.submit(f"first {n}", prompt, new_tokens=1)
+        engine.run()
+        for n, prompt in enumerate(prompts[-5:-1]):
+            engine.submit(f"second {n}", prompt, new_tokens=3)
+        engine.run()
+        assert offloading.WORKERS[0].loaded > 0
+        session = engine.session
+        for tier in session.offload.tiers:
+            tier.settle()
+            tier.check(whole=True)
+        session.manager.flush()
+        assert session.manager.guard.failures == {}
+        assert [report.sentence for report in session.manager.reports] == []
+        summary = session.manager.summary()
+        assert summary.unverified == summary.uncovered == 0
+        assert sum(tier.facts.unsealed for tier in session.offload.tiers) == 0
+
+
+def stored(engine: Engine, job: int, block: int, place: int, *, is_queued: bool = True) -> None:
+    """Store a block as vLLM's connector does, in a step of its own."""
+    its, side = engine.session.offload, offload.find(engine.worker)
+    source = SimpleNamespace(block_ids=np.array([block]), group_sizes=[1], block_indices=[0])
+    target = SimpleNamespace(block_ids=np.array([place]))
+    if is_queued:
+        side._unsubmitted_store_jobs.append((job, source, target))
+        its.queue(SimpleNamespace(kv_connector_metadata=None, finished_req_ids=set()))
+        side._unsubmitted_store_jobs.clear()
+    side.worker.submit_store(job, source, target)
+    side.worker.get_finished()
+    its.settle()
+    engine.session.manager.flush()
+
+
+def test_a_store_that_is_queued_of_blocks_that_nobody_has_any_more_is_found(hosted: Engine) -> None:
+    served_again(hosted)
+    (group,) = hosted.session.groups
+    records = group.group.pool.records[: 32 * (len(group.group.pool.records) // 32)].view(-1, 32, 4)
+    block = next(n for n in range(1, len(records)) if records[n].any(dim=1).all())
+    stored(hosted, 1 << 30, block, 0)
+    assert [report.sentence for report in hosted.session.manager.reports] == []
+    hosted.session.manager.retire(group.group.pool, torch.arange(block * 32, block * 32 + 32), owner=7)
+    stored(hosted, (1 << 30) + 1, block, 0)
+    assert {report.reasons for report in hosted.session.manager.reports} == {("FREED",)}
+
+
+def test_a_store_whose_queueing_was_not_followed_is_taken_in_as_it_comes(hosted: Engine) -> None:
+    served_again(hosted)
+    (group,), (tier,) = hosted.session.groups, hosted.session.offload.tiers
+    hosted.session.manager.retire(group.group.pool, torch.arange(32, 64), owner=7)
+    stored(hosted, 1 << 30, 1, 0, is_queued=False)
+    assert tier.facts.brought_unknown == 32
+    assert [report.sentence for report in hosted.session.manager.reports] == []
 
 
 def side(**changed: Any) -> Any:

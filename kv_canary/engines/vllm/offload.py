@@ -26,6 +26,7 @@ from kv_canary.specs.structures import KvSource
 from kv_canary.tier import Backup, HostTier
 
 _CONNECTOR, _MULTI = "OffloadingConnector", "MultiConnector"
+_METADATA = "OffloadingConnectorMetadata"
 _SPEC, _TIERED = "CPUOffloadingSpec", "TieringOffloadingSpec"
 
 
@@ -77,7 +78,7 @@ class Offload:
     ) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 
-        self._manager = manager
+        self._manager, self._side = manager, side
         self._per_chunk: int = side.spec.blocks_per_chunk
         # Of vLLM's groups, in the order of transfers.
         self._order: Sequence[int] = get_offloading_group_ids(side.kv_cache_config)
@@ -121,6 +122,27 @@ class Offload:
         for tier in self.tiers:
             tier.settle()
 
+    def queue(self, scheduled: Any) -> None:
+        """Read the records of stores that wait, before the blocks of their requests are taken in as others'.
+
+        They are made as the step begins, or the next one, of what earlier steps have written. By then vLLM may have
+        given the blocks to others in its tables: it has that step wait for the copy.
+
+        Args:
+            scheduled: vLLM's `SchedulerOutput` of the step that begins.
+        """
+        with self._followed("a backup to the host"):
+            for job, source, target in self._side._unsubmitted_store_jobs:
+                self._back_up(job, source, target)
+            sent = scheduled.kv_connector_metadata
+            for told in getattr(sent, "metadata", (sent,)):
+                if _METADATA not in _names(told):
+                    continue
+                for job, entry in told.store_jobs.items():
+                    # The others wait for what this step writes.
+                    if entry.req_id in scheduled.finished_req_ids or job in (told.jobs_to_flush or ()):
+                        self._back_up(job, entry.src_spec, entry.dst_spec)
+
     def take(self, group: AttachedGroup, slots: torch.Tensor) -> torch.Tensor:
         """Give slots of a group that were loaded from here their records and seals, and hold them against these.
 
@@ -159,11 +181,11 @@ class Offload:
 
     def _store(self, original: Callable[..., Any], job: int, source: Any, target: Any, *more: Any) -> Any:
         with self._followed("a backup to the host"):
-            self._backups[job] = [
-                (tier, tier.backup(torch.from_numpy(here), torch.from_numpy(there)))
-                for number, here, there in self._pairs(source, target.block_ids)
-                for tier in self._of[number]
-            ]
+            if job not in self._backups:
+                # Nobody can say what its blocks held when it was queued, since something could not be followed.
+                for number, _, there in self._pairs(source, target.block_ids):
+                    for tier in self._of[number]:
+                        tier.bring(tier.expect(torch.from_numpy(there)), None)
         return original(job, source, target, *more)
 
     def _load(self, original: Callable[..., Any], job: int, source: Any, target: Any, *more: Any) -> Any:
@@ -179,6 +201,14 @@ class Offload:
                 for tier, backup in self._backups.pop(result.job_id, ()):
                     tier.backed_up(backup)
         return results
+
+    def _back_up(self, job: int, source: Any, target: Any) -> None:
+        if job not in self._backups:
+            self._backups[job] = [
+                (tier, tier.backup(torch.from_numpy(here), torch.from_numpy(there)))
+                for number, here, there in self._pairs(source, target.block_ids)
+                for tier in self._of[number]
+            ]
 
     def _pairs(self, on_device: Any, chunks: np.ndarray) -> Iterator[_Pair]:
         """Yield what a transfer of groups that are followed is between."""

@@ -524,6 +524,8 @@ class Session:
             self.requests.take()
         with self._begins as step:
             self._blocks.begin_step()
+            if self.offload is not None:
+                self.offload.queue(scheduled)
             if scheduled.finished_req_ids or scheduled.preempted_req_ids:
                 self._leave(scheduled.finished_req_ids, scheduled.preempted_req_ids or ())
             told = self._told(scheduled)
