@@ -86,20 +86,41 @@ class Backup:
     arrived: torch.cuda.Event | None
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fetched:
+    """What slots on the host had at one moment, whoever has them since.
+
+    Args:
+        rows: int64 [n, words] on the CPU, records and seals side by side; zeros of slots that had none.
+        gaps: bool [n], which of these nobody can say anything of.
+    """
+
+    rows: torch.Tensor
+    gaps: np.ndarray
+
+    def only(self, which: torch.Tensor) -> Fetched:
+        """Return what some of the slots had.
+
+        Args:
+            which: int64 [m] on the CPU, their places among these.
+        """
+        rows = _like(self.rows, len(which))
+        torch.index_select(self.rows, 0, which, out=rows)
+        return Fetched(rows=rows, gaps=self.gaps[which.numpy()])
+
+
 @dataclass(kw_only=True)
 class _Load:
     """Rows that are to be on the device before the next forward, and bytes that are on their way there.
 
-    What lies on the host in `host`, as of `generations`, is gathered once the bytes are: `rows` is None until then.
-    Of a load that `is_doubted` nobody can say what it brings.
+    What lies on the host in `host`, as of `generations`, is fetched once the bytes are: `fetched` is None until then.
     """
 
     slots: torch.Tensor
     host: torch.Tensor
     generations: np.ndarray
-    rows: torch.Tensor | None = None
+    fetched: Fetched | None = None
     arrived: torch.cuda.Event | None = None
-    is_doubted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -259,18 +280,44 @@ class HostTier:
             load.arrived = torch.cuda.Event()
             load.arrived.record()
         # Now that the copy is under way, and has not waited for this.
-        load.rows = self._gathered(load)
+        load.fetched = load.fetched or self._fetched(load.host, load.generations)
 
-    def _gathered(self, load: _Load) -> torch.Tensor:
-        """Return the records and seals of a load's slots, zeros of those that have none, or hold something else now."""
-        rows = _unset(len(load.host), self._width, load.slots.device)
-        if load.is_doubted:
-            return rows.zero_()
-        torch.index_select(self._rows, 0, load.host, out=rows)
-        is_there = self._there[load.host.numpy()] == load.generations
+    def fetch(self, host_slots: torch.Tensor) -> Fetched:
+        """Return what slots have now, for `put_back` once their bytes are on the device, whoever has them by then.
+
+        Args:
+            host_slots: int64 [n] on the CPU, the engine's numbers.
+        """
+        host = host_slots.to("cpu", torch.int64) + 1
+        self.settle()
+        if self._backups and not self._is(self._there, host.numpy()).all():
+            # The engine loads only what it knows to have arrived: so it is all but there.
+            self.settle(waits=True)
+        return self._fetched(host, self._generations[host.numpy()])
+
+    def put_back(self, fetched: Fetched, device_slots: torch.Tensor) -> None:
+        """Take in that bytes of slots are on the device, whose records and seals are to be there with `land`.
+
+        Args:
+            fetched: what `fetch` returned as they were loaded.
+            device_slots: int64 [n], of the pool.
+        """
+        slots, nowhere = on_device(device_slots, self._manager.device).to(torch.int64), np.zeros(0, np.int64)
+        self._loads.append(_Load(slots=slots, host=torch.from_numpy(nowhere), generations=nowhere, fetched=fetched))
+
+    def _fetched(self, host: torch.Tensor, generations: np.ndarray) -> Fetched:
+        """Return what slots have, zeros of those that have nothing, or hold something else than as of `generations`."""
+        rows = _unset(len(host), self._width, self._manager.device)
+        torch.index_select(self._rows, 0, host, out=rows)
+        numbers = host.numpy()
+        is_there = self._there[numbers] == generations
         if not is_there.all():
             rows[torch.from_numpy(~is_there)] = 0
-        return rows
+        # What was there had no record either: nobody had seen it written.
+        gaps = _is_nothing(rows.numpy())
+        if gaps.any():
+            gaps &= is_there | (self._unknown[numbers] == generations)
+        return Fetched(rows=rows, gaps=gaps)
 
     @property
     def width(self) -> int:
@@ -327,7 +374,9 @@ class HostTier:
         self.clear()
         self._unknown[:] = self._generations
         for load in self._loads:
-            load.rows, load.is_doubted = None, True
+            count = len(load.slots)
+            rows = _unset(count, self._width, self._manager.device).zero_()
+            load.fetched = Fetched(rows=rows, gaps=np.ones(count, bool))
 
     # What becomes of it.
 
@@ -336,13 +385,19 @@ class HostTier:
         """Whether nothing is to be done before the next forward."""
         return not self._backups and not self._loads and not self._brought
 
-    def settle(self) -> None:
-        """Take in the records of backups that have arrived, and of what has come from elsewhere."""
+    def settle(self, *, waits: bool = False) -> None:
+        """Take in the records of backups that have arrived, and of what has come from elsewhere.
+
+        Args:
+            waits: whether backups that are under way are waited for.
+        """
         while self._brought:
             self._take_in_brought(*self._brought.popleft())
         while self._backups:
             backup = self._backups[0]
-            if backup.arrived is not None and not backup.arrived.query():
+            if backup.arrived is not None and waits:
+                backup.arrived.synchronize()
+            elif backup.arrived is not None and not backup.arrived.query():
                 return
             self._backups.popleft()
             self._take_in(backup)
@@ -357,20 +412,15 @@ class HostTier:
         for load in loads:
             if load.slots.is_cuda:
                 load.slots.record_stream(torch.cuda.current_stream(load.slots.device))
-            here = self._gathered(load) if load.rows is None else load.rows
-            rows = here.to(load.slots.device, non_blocking=True)
+            fetched = load.fetched or self._fetched(load.host, load.generations)
+            rows = fetched.rows.to(load.slots.device, non_blocking=True)
             records = rows[:, :RECORD_WORDS]
             if load.arrived is not None:
                 load.arrived.wait(torch.cuda.current_stream(load.slots.device))
             pool.records[load.slots] = records
             manager.unverified.written(pool, load.slots)
-            # What was there had no record either: nobody had seen it written.
-            gaps = _is_nothing(here.numpy())
-            if gaps.any() and not load.is_doubted:
-                host = load.host.numpy()
-                gaps &= (self._there[host] == load.generations) | (self._unknown[host] == load.generations)
-            if gaps.any():
-                manager.unverify(pool, load.slots[on_device(torch.from_numpy(gaps), load.slots.device)])
+            if fetched.gaps.any():
+                manager.unverify(pool, load.slots[on_device(torch.from_numpy(fetched.gaps), load.slots.device)])
             manager.arrived(pool, load.slots, rows[:, RECORD_WORDS:] if pool.seals is not None else None)
             self._loaded += len(load.slots)
 
@@ -587,6 +637,11 @@ def _unset(rows: int, width: int, device: torch.device) -> torch.Tensor:
     In whatever mode the engine is, it can be written to in any other.
     """
     return torch.empty(rows, width, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+
+
+def _like(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Return `count` rows of the kind of `rows`, whatever is in them."""
+    return _unset(count, rows.shape[1], torch.device("cuda" if rows.is_pinned() else "cpu"))
 
 
 def _is_nothing(rows: np.ndarray) -> np.ndarray:

@@ -554,6 +554,74 @@ def test_bytes_that_are_still_on_their_way_are_waited_for_before_they_are_looked
     assert t.found() == {}
 
 
+def fetched_back(t: Tiered, request: Request, device: torch.Tensor, host: torch.Tensor) -> None:
+    """Load a request's first ten positions into new slots, others having their places on the host before it is run."""
+    fetched = t.tier.fetch(host)
+    first = t.engine.allocate(t.group.pool, 10)
+    new = torch.arange(first, first + 10)
+    t.copied(host, new, back=True)
+    t.tier.free(host)
+    t.backup(device.flip(0), host)
+    t.step()
+    t.tier.put_back(fetched.only(torch.arange(4)), new[:4])
+    t.tier.put_back(fetched.only(torch.tensor([9, 8, 7, 6, 5, 4])), new[4:].flip(0))
+    t.engine.tables["full"][request.row, :10] = new.int()
+    t.tier.land()
+    t.step((request, 1))
+
+
+def test_what_was_fetched_is_kept_whoever_has_the_place_on_the_host_by_then() -> None:
+    t, a, device, host = lived()
+    t.backup(device, host)
+    fetched_back(t, a, device, host)
+    assert t.found() == {}
+    assert t.engine.manager.summary().unverified == 0
+    assert t.tier.facts.loaded == 10
+
+
+def test_what_comes_back_is_held_against_what_was_fetched() -> None:
+    t, a, device, host = lived()
+    t.backup(device, host)
+    t.halves[0][1, 24, 3] ^= 4
+    fetched_back(t, a, device, host)
+    t.engine.manager.flush()
+    assert {(r.reasons, r.group, r.position) for r in t.engine.manager.reports} == {(("SEAL_K",), "full", 4)}
+
+
+def test_a_gap_that_was_fetched_is_one_whoever_has_the_place_on_the_host_by_then() -> None:
+    t, a, device, host = lived()
+    t.backup(device, host)
+    t.tier.forget()
+    fetched_back(t, a, device, host)
+    assert t.found() == {}
+    assert t.engine.manager.summary().unverified > 0
+
+
+def test_what_is_fetched_while_its_backup_is_under_way_waits_for_it() -> None:
+    t, _, device, host = lived()
+    waited = []
+
+    class Copy:
+        """The event of a copy that is not over."""
+
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            return bool(waited)
+
+        def synchronize(self) -> None:
+            waited.append(True)
+
+    backup = t.tier.backup(device, host)
+    backup.arrived = Copy()  # type: ignore[assignment]
+    t.copied(host, device, back=False)
+    t.tier.backed_up(backup)
+    t.tier.fetch(torch.tensor([], dtype=torch.int64))
+    assert waited == []
+    assert t.tier.fetch(host).rows.any(dim=1).all()
+    assert waited == [True]
+
+
 def test_an_empty_tier_has_nothing_to_look_at() -> None:
     t = Tiered()
     assert t.tier.check() == t.tier.check(whole=True) == 0

@@ -17,6 +17,7 @@ from kv_canary.difftest.stress.vllm import tiers as campaign
 from kv_canary.difftest.stress.vllm.engine import VOCABULARY, Engine, Runner, Traffic, drafts_of
 from kv_canary.engines.vllm import offload
 from kv_canary.engines.vllm.pools import AttachedGroup
+from kv_canary.engines.vllm.told import Brought, Told
 from kv_canary.tier import HostTier
 
 Model = Callable[[str], str]
@@ -175,7 +176,7 @@ def served_again(engine: Engine) -> None:
     assert told["first"] == told["second"]
 
 
-@pytest.mark.parametrize("part", ["backup", "backed_up", "load", "settle"])
+@pytest.mark.parametrize("part", ["backup", "backed_up", "fetch", "put_back", "settle"])
 def test_a_tier_that_fails_in_log_mode_costs_no_more_than_its_watch(
     hosted: Engine, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
@@ -285,6 +286,49 @@ def test_a_store_whose_queueing_was_not_followed_is_taken_in_as_it_comes(hosted:
     stored(hosted, 1 << 30, 1, 0, is_queued=False)
     assert tier.facts.brought_unknown == 32
     assert [report.sentence for report in hosted.session.manager.reports] == []
+
+
+def test_what_was_loaded_keeps_its_records_where_others_have_its_place_on_the_host_by_then(model: Model) -> None:
+    from kv_canary.difftest.stress.vllm import offloading
+
+    rng = random.Random(0)
+    others = [[rng.randrange(3, VOCABULARY) for _ in range(400)] for _ in range(2)]
+    # 14 blocks on the host, and so few requests at a time that one waits while others take its place there.
+    host = offloading.settings(size=14 * 24576)
+    arguments = {"num_gpu_blocks_override": 60, "max_num_seqs": 2, "long_prefill_token_threshold": 48}
+    with Engine(model("llama"), canary={"seals": "layer"}, kv_transfer_config=host, **arguments) as engine:
+        engine.submit("first", PROMPT, new_tokens=4)
+        engine.run()
+        engine.llm.reset_prefix_cache()
+        engine.submit("second", PROMPT, new_tokens=4)
+        for n, prompt in enumerate(others):
+            engine.submit(f"other {n}", prompt, new_tokens=40)
+        engine.run()
+        engine.session.manager.flush()
+        told = {name.partition("-")[0]: tokens for name, tokens in engine.outputs.items()}
+        assert told["first"] == told["second"]
+        assert offloading.WORKERS[0].loaded == 5
+        assert sum(tier.facts.loaded for tier in engine.session.offload.tiers) == 5 * 32
+        assert [report.sentence for report in engine.session.manager.reports] == []
+        summary = engine.session.manager.summary()
+        assert summary.unverified == summary.uncovered == 0
+
+
+def test_a_block_that_is_handed_out_again_is_not_taken_for_what_was_loaded_there_before(hosted: Engine) -> None:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    served_again(hosted)
+    (group,), its = hosted.session.groups, hosted.session.offload
+    slots = torch.arange(32, 96)
+    load = SimpleNamespace(block_ids=np.array([1, 2]), group_sizes=[2], block_indices=[0])
+    offload.find(hosted.worker).worker.submit_load(1 << 30, SimpleNamespace(block_ids=np.array([0, 1])), load)
+    step = SchedulerOutput.make_empty()
+    # Another connector brings a prompt of 64 tokens, the first 32 of which were found in block 1.
+    step.kv_canary_told = Told(coming={"another": Brought(start=32, end=64, blocks=[[1, 2]])})
+    hosted.session._begin_step(step)
+    assert its.take(group, slots).tolist() == [0] * 32 + slots[32:].tolist()
+    its.took(0, slots)
+    assert its.take(group, slots).tolist() == slots.tolist()
 
 
 def side(**changed: Any) -> Any:

@@ -8,8 +8,8 @@ come back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from kv_canary.output import logger
 from kv_canary.runtime.manager import CanaryManager
 from kv_canary.runtime.pools import KvPool
 from kv_canary.specs.structures import KvSource
-from kv_canary.tier import Backup, HostTier
+from kv_canary.tier import Backup, Fetched, HostTier
 
 _CONNECTOR, _MULTI = "OffloadingConnector", "MultiConnector"
 _METADATA = "OffloadingConnectorMetadata"
@@ -69,13 +69,10 @@ class Offload:
         side: what `find` gave.
         manager: the canary.
         groups: of the worker.
-        num_blocks: of its KV cache.
         patches: what is wrapped.
     """
 
-    def __init__(
-        self, side: Any, manager: CanaryManager, groups: Sequence[AttachedGroup], *, num_blocks: int, patches: Patches
-    ) -> None:
+    def __init__(self, side: Any, manager: CanaryManager, groups: Sequence[AttachedGroup], *, patches: Patches) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 
         self._manager, self._side = manager, side
@@ -95,8 +92,9 @@ class Offload:
                 self._tiers[pool] = HostTier(manager, group.group, num_slots=slots, k_source=k, v_source=v)
             if self._tiers[pool] not in self._of[group.number]:
                 self._of[group.number].append(self._tiers[pool])
-        # Of each group's slot on the device, that on the host which it is loaded from and nobody has asked for; or -1.
-        self._from = {g.number: np.full(num_blocks * g.block_size, -1, np.int64) for g in groups}
+        # Of each group's block on the device: the load that has brought something there which nobody has asked for yet,
+        # and its first slot's place among those of the load.
+        self._loaded: dict[int, dict[int, tuple[_Loaded, int]]] = {g.number: {} for g in groups}
         self._backups: dict[int, list[tuple[HostTier, Backup]]] = {}
         for name, wrapper in (
             ("submit_store", self._store),
@@ -152,25 +150,50 @@ class Offload:
             group: the group.
             slots: int64 [n] on the CPU.
         """
-        numbers = slots.numpy()
-        host = self._from[group.number][numbers]
-        came = torch.from_numpy(host >= 0)
-        if came.any():
-            tier = self._tiers[group.group.pool]
-            tier.load(torch.from_numpy(host)[came], slots[came])
-            tier.loaded()
+        tier, numbers, size = self._tiers[group.group.pool], slots.numpy(), self._sizes[group.number]
+        blocks, of_slot = np.unique(numbers // size, return_inverse=True)
+        found = list(map(self._loaded[group.number].get, blocks.tolist()))
+        loads = list(dict.fromkeys(entry[0] for entry in found if entry is not None))
+        unknown = slots.clone()
+        for load in loads:
+            # A block's first slot among those of the load; -1 where it brought the block nothing.
+            firsts = np.array([-1 if entry is None or entry[0] is not load else entry[1] for entry in found])[of_slot]
+            at = np.flatnonzero(firsts >= 0)
+            its = torch.from_numpy(firsts[at] + numbers[at] % size)
+            tier.put_back(load.fetched[tier].only(its), slots[torch.from_numpy(at)])
+            unknown[torch.from_numpy(at)] = 0
+        if loads:
             tier.land()
-        return torch.where(came, 0, slots)
+        return unknown
 
     def took(self, number: int, slots: torch.Tensor) -> None:
         """Take in that nobody asks for slots of a group of vLLM's any more."""
-        self._from[number][slots.numpy()] = -1
+        self._drop(number, np.unique(slots.numpy() // self._sizes[number]).tolist())
+
+    def hand_out(self, blocks: Sequence[Sequence[int]], hit: int) -> None:
+        """Take in that blocks were handed out for what a connector is about to bring.
+
+        Who was to have what was loaded there before has been given up.
+
+        Args:
+            blocks: of each of vLLM's groups, all that the request has.
+            hit: tokens that were found in the cache: blocks behind those that these fill are handed out.
+        """
+        for number, size in self._sizes.items():
+            self._drop(number, blocks[number][-(-hit // size) :])
+
+    def _drop(self, number: int, blocks: Iterable[int]) -> None:
+        loaded = self._loaded[number]
+        for block in blocks:
+            loaded.pop(block, None)
 
     def forget(self) -> None:
         """Take in that nobody can say what any slot of the host holds."""
         for tier in self.tiers:
             tier.forget()
         self._backups.clear()
+        for loaded in self._loaded.values():
+            loaded.clear()
 
     def close(self) -> None:
         """End the threads of the tiers; the second call does nothing."""
@@ -191,7 +214,11 @@ class Offload:
     def _load(self, original: Callable[..., Any], job: int, source: Any, target: Any, *more: Any) -> Any:
         with self._followed("a load from the host"):
             for number, here, there in self._pairs(target, source.block_ids):
-                self._from[number][here] = there
+                size, host = self._sizes[number], torch.from_numpy(there)
+                # Now: once the bytes are here, vLLM may give the host's slots to others before anybody asks.
+                load = _Loaded(fetched={tier: tier.fetch(host) for tier in self._of[number]})
+                for n, block in enumerate((here[::size] // size).tolist()):
+                    self._loaded[number][block] = load, n * size
         return original(job, source, target, *more)
 
     def _finish(self, original: Callable[..., Any]) -> Any:
@@ -239,6 +266,13 @@ class _Pair(NamedTuple):
     number: int
     here: np.ndarray
     there: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class _Loaded:
+    """What the slots of a group that a load is between had on the host as it was submitted, by tier."""
+
+    fetched: Mapping[HostTier, Fetched]
 
 
 class _Followed:

@@ -212,7 +212,6 @@ class Session:
                     side,
                     self.manager,
                     self.groups,
-                    num_blocks=self.runner.kv_cache_config.num_blocks,
                     patches=self._patches,
                 )
             if config.check_writes:
@@ -529,6 +528,9 @@ class Session:
             if scheduled.finished_req_ids or scheduled.preempted_req_ids:
                 self._leave(scheduled.finished_req_ids, scheduled.preempted_req_ids or ())
             told = self._told(scheduled)
+            if self.offload is not None:
+                for brought in chain(told.coming.values(), told.now.values()):
+                    self.offload.hand_out(brought.blocks, brought.start)
             if self._may_discard:
                 self._discard(scheduled.scheduled_cached_reqs)
             for new in scheduled.scheduled_new_reqs:
