@@ -6,6 +6,8 @@ to the reference.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,6 +17,26 @@ from kv_canary.hashing import mix
 from kv_canary.specs.structures import KvSource
 
 Words = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChunkSource(KvSource):
+    """The bytes of a pool in host memory whose rows are chunks: several pages of the device's, one behind the other.
+
+    `page_size` is the tokens of all of them. Nothing but `HostSeals` reads such bytes.
+
+    Args:
+        pages: of a row.
+        page_stride_bytes: bytes from a page of a row to the next.
+    """
+
+    pages: int
+    page_stride_bytes: int
+
+    def byte_of(self, token: int) -> int:
+        """Return where in a row a token of it begins."""
+        page, token = divmod(token, self.page_size // self.pages)
+        return self.offset_bytes + page * self.page_stride_bytes + token * self.token_stride_bytes
 
 
 class HostSeals:
@@ -57,12 +79,13 @@ class _Half:
     def hashes(self, slots: npt.NDArray[np.int64], num_bands: int) -> Words:
         """Return the 32-bit hash of each slot in each band, never 0."""
         source, count = self._source, len(self._keys)
-        row, token = np.divmod(slots - source.slot_bias, source.page_size)
+        page, token = np.divmod(slots - source.slot_bias, self._rows[0].shape[2])
+        row, page = np.divmod(page, self._rows[0].shape[1])
         sums = np.zeros((len(slots), num_bands), np.uint64)
         data = np.zeros((len(slots), 8 * count), np.uint8)
         parts = data.view(np.uint32).reshape(len(slots), count, 2)
         for layer, rows in enumerate(self._rows):
-            data[:, : source.bytes_per_token] = rows[row, token]
+            data[:, : source.bytes_per_token] = rows[row, page, token]
             data[:, source.bytes_per_token :] = 0
             parts += self._keys + self._layer_keys[layer]
             products = np.multiply(parts[..., 0], parts[..., 1], dtype=np.uint64)
@@ -73,10 +96,11 @@ class _Half:
 
 
 def _rows(source: KvSource, layer: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """Return uint8 [rows, tokens of a row, bytes of a token], a view of a layer."""
+    """Return uint8 [rows, pages of a row, tokens of a page, bytes of a token], a view of a layer."""
     flat = (layer.flatten(1) if layer.dim() > 1 else layer[:, None]).view(torch.uint8).numpy()
-    shape = (len(flat), source.page_size, source.bytes_per_token)
-    strides = (flat.strides[0], source.token_stride_bytes, 1)
+    pages, stride = (source.pages, source.page_stride_bytes) if isinstance(source, ChunkSource) else (1, 0)
+    shape = (len(flat), pages, source.page_size // pages, source.bytes_per_token)
+    strides = (flat.strides[0], stride, source.token_stride_bytes, 1)
     return np.lib.stride_tricks.as_strided(flat[:, source.offset_bytes :], shape, strides, writeable=False)
 
 

@@ -320,6 +320,11 @@ class HostTier:
         return Fetched(rows=rows, gaps=gaps)
 
     @property
+    def looks(self) -> bool:
+        """Whether the bytes on the host are held against their seals while they are there."""
+        return self._hash is not None
+
+    @property
     def width(self) -> int:
         """Words of a slot's record and seal together."""
         return self._width
@@ -452,7 +457,13 @@ class HostTier:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(timeout=5.0)
-            self._thread = None
+            if not self._thread.is_alive():
+                self._thread = None
+
+    def release(self) -> None:
+        """Let go of the bytes on the host, which the engine is to give back; behind `close`, and the last reports."""
+        if self._thread is None:
+            self._hash = self.pool.k_source = self.pool.v_source = None
 
     def check(self, *, whole: bool = False) -> int:
         """Hold slots on the host against their seals: some that have just arrived, else some in turn.
@@ -475,6 +486,8 @@ class HostTier:
 
     def _wait(self, slots: np.ndarray) -> None:
         """Have slots looked at that have just come; where too many wait, the oldest are come to in turn."""
+        if self._hash is None:
+            return
         self._queued += len(slots)
         if len(slots) > _MOST_WAITING:
             self._given_up += len(slots) - _MOST_WAITING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import kv_canary as kc
 from kv_canary import backends
 from kv_canary import tier as tier_module
-from kv_canary.host_seals import HostSeals
+from kv_canary.host_seals import ChunkSource, HostSeals
 from kv_canary.reference.seals import band_words
 from kv_canary.reports import reporter
 from kv_canary.specs.structures import Endpoint, KvSource
@@ -282,6 +283,31 @@ def test_the_host_hashes_as_the_reference_does(width: int, page: int, halves: st
     assert torch.equal(torch.from_numpy(hashed.view(np.int64)), expected)
 
 
+@pytest.mark.parametrize("pages", [1, 3])
+def test_chunks_of_pages_are_hashed_as_the_pages_are(pages: int) -> None:
+    random = torch.Generator().manual_seed(pages)
+    gap, width, page, layers, seed = 3, 13, 4, 5, 7
+    stride = page * (width + gap) + 5
+    chunks = [
+        torch.randint(0, 256, (6, 50 + pages * stride), dtype=torch.uint8, generator=random) for _ in range(layers)
+    ]
+    common = {"bytes_per_token": width, "offset_bytes": 2, "slot_bias": 1, "token_stride_bytes": width + gap}
+    whole = ChunkSource(
+        # Others lie between chunks.
+        layers=tuple(chunk[:, 50:] for chunk in chunks),
+        page_size=pages * page,
+        pages=pages,
+        page_stride_bytes=stride,
+        **common,
+    )
+    alone = KvSource(
+        layers=tuple(chunk[:, 50:].reshape(6 * pages, stride) for chunk in chunks), page_size=page, **common
+    )
+    slots = torch.randperm(6 * pages * page, generator=random).numpy() + 1
+    hashes = [HostSeals(s, None, layers_per_band=2, seed=seed).words(slots) for s in (whole, alone)]
+    assert np.array_equal(*hashes)
+
+
 def test_the_thread_looks_at_what_arrives_first_and_then_at_all_of_it() -> None:
     t, _, device, host = lived()
     t.backup(device, host)
@@ -469,7 +495,8 @@ def test_where_the_host_s_bytes_are_not_known_seals_travel_and_nothing_is_looked
     t.backup(device, host)
     t.halves[1][1, 24, 3] ^= 4
     assert t.found() == {}
-    assert t.tier.check() == 0
+    assert t.tier.check() == t.tier.facts.waiting == 0
+    assert not t.tier.looks
     t.load(host, a, 0)
     t.engine.manager.flush()
     assert {(r.reasons, r.group, r.position) for r in t.engine.manager.reports} == {(("SEAL_V",), "full", 4)}
@@ -620,6 +647,28 @@ def test_what_is_fetched_while_its_backup_is_under_way_waits_for_it() -> None:
     assert waited == []
     assert t.tier.fetch(host).rows.any(dim=1).all()
     assert waited == [True]
+
+
+def test_the_host_s_memory_can_be_closed_once_a_tier_has_let_go_of_it() -> None:
+    group = kc.BufferGroup(name="full", pool=make_pool())
+    engine = Engine([group], kc.CanaryConfig(backend="reference", seals="layer"))
+    memory = mmap.mmap(-1, 2 * LAYERS * HOST_SLOTS * BYTES)
+
+    def tier_of() -> HostTier:
+        halves = torch.frombuffer(memoryview(memory), dtype=torch.uint8).view(2, LAYERS, HOST_SLOTS, BYTES)
+        k, v = (KvSource(layers=tuple(half), page_size=1, bytes_per_token=BYTES, slot_bias=1) for half in halves)
+        return HostTier(engine.manager, group, num_slots=HOST_SLOTS, k_source=k, v_source=v)
+
+    tier = tier_of()
+    tier.start()
+    assert tier.looks
+    tier.close()
+    with pytest.raises(BufferError):
+        memory.close()
+    tier.release()
+    memory.close()
+    assert not tier.looks
+    assert tier.check() == tier.check(whole=True) == 0
 
 
 def test_an_empty_tier_has_nothing_to_look_at() -> None:

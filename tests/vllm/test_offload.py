@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -385,25 +386,90 @@ def test_chunks_that_begin_and_end_within_a_transfer_are_told_apart(hosted: Engi
 
 
 @pytest.mark.parametrize(
-    ("host", "is_there"),
+    ("host", "stride"),
     [
-        (torch.zeros(6, 2 * 64, dtype=torch.int8), True),
-        # Of another length; with gaps between chunks.
-        (torch.zeros(6, 2 * 60, dtype=torch.int8), False),
-        (torch.zeros(6, 4 * 64, dtype=torch.int8)[:, :128], False),
+        (torch.zeros(6, 2 * 64, dtype=torch.int8), 128),
+        # With other layers' between chunks, as vLLM keeps them on a GPU.
+        (torch.zeros(6, 4 * 64, dtype=torch.int8)[:, 128:], 256),
+        # Of another length; no bytes side by side.
+        (torch.zeros(6, 2 * 60, dtype=torch.int8), None),
+        (torch.zeros(2 * 64, 6, dtype=torch.int8).t(), None),
     ],
 )
-def test_rows_on_the_host_lie_as_on_the_device(host: torch.Tensor, is_there: bool) -> None:
+def test_rows_of_a_chunk_on_the_host_lie_as_on_the_device(host: torch.Tensor, stride: int | None) -> None:
     memory = torch.zeros(2, 10 * 64, dtype=torch.int8)
     tensors = [part.view(10, 64) for part in memory]
     # The second half of each half of a block of the second layer: two rows to a block.
     layer = torch.as_strided(tensors[1], (20, 16), (32, 1), 10 * 64 + 16).view(torch.float32)
     found = offload._row_of(layer, tensors, [torch.zeros(6, 128, dtype=torch.int8), host], 2)
-    assert (found is not None) is is_there
+    assert (found is not None) is (stride is not None)
     if found is not None:
-        assert (list(found.shape), found.stride(), found.storage_offset()) == ([24, 16], (32, 1), 16)
+        rows, pages = found
+        assert (list(rows.shape), rows.stride(), pages) == ([6, 3 * 32 + 16], (stride, 1), 4)
+        assert rows.storage_offset() == host.storage_offset() + 16
     elsewhere = torch.zeros(20, 16, dtype=torch.uint8)
     assert offload._row_of(elsewhere, tensors, [host, host], 2) is None
+
+
+def test_what_lies_in_vllms_own_host_memory_is_looked_at_and_let_go_before_that_is_closed(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+    from kv_canary.difftest.stress.vllm import offloading
+
+    regions = []
+
+    def memory(worker: Any, spec: Any) -> list[torch.Tensor]:
+        region = SharedOffloadRegion(
+            engine_id=f"kv-canary-{uuid.uuid4()}",
+            num_chunks=spec.num_chunks,
+            rank=0,
+            kv_bytes_per_chunk=spec.kv_bytes_per_chunk,
+            cpu_page_size=spec.cpu_page_size_per_worker,
+        )
+        regions.append(region)
+        return [region.create_next_worker_view(t.shape[1]) for t in worker.device]
+
+    def shutdown(worker: Any) -> None:
+        # As vLLM's own worker.
+        worker.host.clear()
+        regions[0].cleanup()
+
+    monkeypatch.setattr(offloading.Worker, "memory", memory)
+    monkeypatch.setattr(offloading.Worker, "shutdown", shutdown)
+    with Engine(
+        model("llama"), canary={"seals": "layer"}, kv_transfer_config=offloading.settings(size=1 << 20)
+    ) as engine:
+        mapped, session = regions[0].mmap_obj, engine.session
+        (tier,) = session.offload.tiers
+        served_again(engine)
+        assert tier.looks
+        assert tier._thread is not None
+        tier.check(whole=True)
+        assert (tier.facts.verified > 0, tier.facts.unsealed, tier.facts.waiting) == (True, 0, 0)
+        assert [report.sentence for report in session.manager.reports] == []
+    assert tier._thread is None
+    assert mapped.closed
+
+
+def test_where_bytes_on_the_host_lie_otherwise_nothing_waits_to_be_looked_at_and_that_is_said(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from kv_canary.difftest.stress.vllm import offloading
+
+    monkeypatch.setattr(offload, "_row_of", lambda *_: None)
+    host = offloading.settings(size=1 << 20)
+    with (
+        caplog.at_level("WARNING", logger="kv_canary"),
+        Engine(model("llama"), canary={"seals": "layer"}, kv_transfer_config=host) as engine,
+    ):
+        served_again(engine)
+        (tier,) = engine.session.offload.tiers
+        assert tier.facts.backed_up > 0
+        assert tier.facts.waiting == tier.facts.verified == 0
+    [said] = [r.getMessage() for r in caplog.records if "looked at when they come back" in r.getMessage()]
+    assert "bytes of full 0 are" in said
 
 
 def test_layers_that_share_blocks_with_others_have_no_rows_of_their_own() -> None:

@@ -58,7 +58,7 @@ class Spec(CPUOffloadingSpec):  # type: ignore[misc]
     """vLLM's, for a worker on a CPU."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        return Worker(kv_caches, per_chunk=self.blocks_per_chunk, num_chunks=self.num_chunks)
+        return Worker(kv_caches, self)
 
 
 class Handler:
@@ -68,25 +68,51 @@ class Handler:
         self.src_tensors, self.dst_tensors = on_host, on_device
 
 
+class _Places:
+    """Blocks on the host by their number: between those of a chunk and the next others lie.
+
+    Args:
+        chunks: int8 [chunks, blocks, bytes].
+    """
+
+    def __init__(self, chunks: torch.Tensor) -> None:
+        self._chunks, self.dtype = chunks, chunks.dtype
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        return self._chunks[self._at(key)]
+
+    def __setitem__(self, key: Any, value: torch.Tensor) -> None:
+        self._chunks[self._at(key)] = value
+
+    def _at(self, key: Any) -> tuple[Any, ...]:
+        number, *rest = key if isinstance(key, tuple) else (key,)
+        return (number // self._chunks.shape[1], number % self._chunks.shape[1], *rest)
+
+
 class Worker(OffloadingWorker):  # type: ignore[misc]
     """Copies of blocks between tensors on the CPU.
 
     Args:
         kv_caches: vLLM's, of the device.
-        per_chunk: blocks of a chunk.
-        num_chunks: of the host.
+        spec: of the host's memory.
     """
 
-    def __init__(self, kv_caches: CanonicalKVCaches, *, per_chunk: int, num_chunks: int) -> None:
+    def __init__(self, kv_caches: CanonicalKVCaches, spec: Spec) -> None:
         self.device = [found.tensor for found in kv_caches.tensors]
-        self.host = [torch.zeros(num_chunks, t.shape[1] * per_chunk, dtype=torch.int8) for t in self.device]
+        self._per_chunk = spec.blocks_per_chunk
+        self.host = self.memory(spec)
         self.loaded = 0
-        self._per_chunk = per_chunk
         self._of_group = [sorted({ref.tensor_idx for ref in refs}) for refs in kv_caches.group_data_refs]
         self._load_handler = Handler(self.host, self.device)
         self._done: list[int] = []
         self._loads: list[tuple[int, int, list[tuple[int, np.ndarray, np.ndarray]]]] = []
         WORKERS[:] = [self]
+
+    def memory(self, spec: Spec) -> list[torch.Tensor]:
+        """Return int8 [chunks, bytes] for each tensor; those of a chunk lie side by side, as in vLLM's own memory."""
+        widths = [t.shape[1] * self._per_chunk for t in self.device]
+        memory = torch.zeros(spec.num_chunks, spec.kv_bytes_per_chunk, dtype=torch.int8)
+        return list(memory[:, : sum(widths)].split(widths, dim=1))
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         self._copy("store", self._pairs(src_spec, dst_spec.block_ids))
@@ -113,10 +139,12 @@ class Worker(OffloadingWorker):  # type: ignore[misc]
             self._load(job, pairs)
         self._loads = [load for load in self._loads if load[0] not in job_ids]
 
-    def rows(self, side: str, tensor: int) -> torch.Tensor:
-        """Return int8 [blocks, bytes] of one tensor on the device or on the host."""
+    def rows(self, side: str, tensor: int) -> Any:
+        """Return int8 [blocks, bytes] of one tensor on the device or on the host, to be read and written by block."""
         device: torch.Tensor = self.device[tensor]
-        return device if side == "device" else self.host[tensor].view(-1, device.shape[1])
+        if side == "device":
+            return device
+        return _Places(self.host[tensor].view(-1, self._per_chunk, device.shape[1]))
 
     def _load(self, job: int, pairs: list[tuple[int, np.ndarray, np.ndarray]]) -> None:
         self.loaded += sum(len(blocks) for _, blocks, _ in pairs)

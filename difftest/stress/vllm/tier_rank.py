@@ -72,7 +72,7 @@ class LedRank:
         source = rng.choice([s for s in (tier.pool.k_source, tier.pool.v_source) if s is not None])
         row, token = divmod(rng.choice(slots) - source.slot_bias, source.page_size)
         layer = rng.choice(source.layers).view(torch.uint8)
-        at = source.offset_bytes + token * source.token_stride_bytes + rng.randrange(source.bytes_per_token)
+        at = source.byte_of(token) + rng.randrange(source.bytes_per_token)
         layer[row, at] ^= 1 << rng.randrange(8)
         for each in session.offload.tiers:
             each.check(whole=True)

@@ -19,6 +19,7 @@ from kv_canary.engines.patches import Patches
 from kv_canary.engines.vllm.blocks import slots_of
 from kv_canary.engines.vllm.pools import AttachedGroup
 from kv_canary.errors import must_be
+from kv_canary.host_seals import ChunkSource
 from kv_canary.output import logger
 from kv_canary.runtime.manager import CanaryManager
 from kv_canary.runtime.pools import KvPool
@@ -90,6 +91,12 @@ class Offload:
                 k, v = (_on_host(source, side.worker, self._per_chunk) for source in (pool.k_source, pool.v_source))
                 slots = chunks * self._per_chunk * group.block_size
                 self._tiers[pool] = HostTier(manager, group.group, num_slots=slots, k_source=k, v_source=v)
+                if pool.seals is not None and not self._tiers[pool].looks:
+                    logger.warning(
+                        "kv-canary: vllm adapter: bytes of %s are looked at when they come back from the host, and not "
+                        "while they are there, where they do not lie as on the device",
+                        group.group.name,
+                    )
             if self._tiers[pool] not in self._of[group.number]:
                 self._of[group.number].append(self._tiers[pool])
         # Of each group's block on the device: the load that has brought something there which nobody has asked for yet,
@@ -200,6 +207,11 @@ class Offload:
         for tier in self.tiers:
             tier.close()
 
+    def release(self) -> None:
+        """Let go of host memory, which vLLM is about to give back; behind `close`."""
+        for tier in self.tiers:
+            tier.release()
+
     # What vLLM calls.
 
     def _store(self, original: Callable[..., Any], job: int, source: Any, target: Any, *more: Any) -> Any:
@@ -304,23 +316,30 @@ def _on_host(source: KvSource | None, worker: Any, per_chunk: int) -> KvSource |
         return None
     rows = [_row_of(layer, handler.dst_tensors, handler.src_tensors, per_chunk) for layer in source.layers]
     known = [row for row in rows if row is not None]
-    if len(known) < len(rows):
+    if len(known) < len(rows) or len({(row.stride(), pages) for row, pages in known}) > 1:
         return None
-    return KvSource(
-        layers=tuple(known),
-        page_size=source.page_size,
+    pages, first = known[0][1], source.layers[0]
+    return ChunkSource(
+        layers=tuple(row for row, _ in known),
+        page_size=source.page_size * pages,
         bytes_per_token=source.bytes_per_token,
         read_bytes=source.read_bytes,
         offset_bytes=source.offset_bytes,
         token_stride_bytes=source.token_stride_bytes,
         slot_bias=1,
+        pages=pages,
+        page_stride_bytes=first.stride(0) * first.element_size(),
     )
 
 
 def _row_of(
     layer: torch.Tensor, on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor], per_chunk: int
-) -> torch.Tensor | None:
-    """Return uint8 [rows, bytes] on the host for a layer's rows on the device; None where there are none like these."""
+) -> tuple[torch.Tensor, int] | None:
+    """Return where a layer's rows lie on the host; None where there are none that lie in a chunk as on the device.
+
+    That is uint8 [chunks, bytes from the first byte of a chunk's first row to the last byte of its last], and how many
+    rows of the layer a chunk has. Others lie between chunks: vLLM keeps all layers of a chunk side by side.
+    """
     stride, width = (n * layer.element_size() for n in (layer.stride(0), layer.shape[1]))
     for here, there in zip(on_device, on_host, strict=True):
         page = here.shape[1]
@@ -330,12 +349,12 @@ def _row_of(
         is_mine = layer.untyped_storage().data_ptr() == here.untyped_storage().data_ptr() and 0 <= begin < page
         if not is_mine:
             continue
-        is_dense = here.stride(0) == page and there.is_contiguous() and not rest and parts
+        is_dense = here.stride(0) == page and there.stride(1) == 1 and not rest and parts
         if not is_dense or there.shape[1] != page * per_chunk:
             return None
-        count = there.shape[0] * per_chunk * parts
-        flat = there.view(torch.uint8)
-        return torch.as_strided(flat, (count, width), (stride, 1), flat.storage_offset() + begin)
+        flat, rows = there.view(torch.uint8), parts * per_chunk
+        size, strides = (there.shape[0], (rows - 1) * stride + width), (flat.stride(0), 1)
+        return torch.as_strided(flat, size, strides, flat.storage_offset() + begin), rows
     return None
 
 

@@ -477,6 +477,8 @@ class Session:
                 logger.error("kv-canary: %s", error)
             finally:
                 self.manager.close()
+                if self.offload is not None:
+                    self.offload.release()
 
     def _contain(self, part: str) -> Contained:
         return self.manager.guard.contain(part)
