@@ -239,7 +239,7 @@ def _words(requests: BatchRequests, i: int, tokens: Sequence[int]) -> Int64s:
         words: Int64s = np.array(tokens)
         if words.dtype.kind == "f" and len(words):
             # They would be cut to integers.
-            raise TypeError(must_be("forward", f"tokens of {requests[i].request_id}", "integers", str(tokens[0])))
+            raise TypeError(must_be("forward", f"tokens of {requests[i].request_id}", "integers", str(words.dtype)))
         return words if words.dtype == np.int64 else np.array(tokens, np.int64)
     except OverflowError as error:
         expected = "numbers of 64 bits"

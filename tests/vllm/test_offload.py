@@ -339,7 +339,10 @@ def side(**changed: Any) -> Any:
     spec = kind()
     spec.config, spec.replicated_layout = config, changed.get("replicated", False)  # type: ignore[attr-defined]
     connector = type(changed.get("connector", "OffloadingConnector"), (), {})()
-    connector.connector_worker = SimpleNamespace(spec=spec, worker=changed.get("worker", object()))
+    worker = SimpleNamespace(spec=spec, worker=changed.get("worker", object()), _unsubmitted_store_jobs=[])
+    if not changed.get("queues", True):
+        del worker._unsubmitted_store_jobs
+    connector.connector_worker = worker
     return connector
 
 
@@ -354,6 +357,7 @@ def side(**changed: Any) -> Any:
         ({"several": ["NixlConnector"]}, False),
         ({"several": ["OffloadingConnector", "OffloadingConnector"]}, False),
         ({"worker": None}, False),
+        ({"queues": False}, False),
     ],
 )
 def test_host_memory_that_may_hold_what_others_brought_is_not_followed(
@@ -369,6 +373,19 @@ def test_host_memory_that_may_hold_what_others_brought_is_not_followed(
     assert (offload.find(worker) is not None) is is_followed
     worker.vllm_config.kv_transfer_config = None
     assert offload.find(worker) is None
+
+
+def test_a_connector_that_does_not_tell_of_its_stores_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.distributed import kv_transfer
+
+    monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: side(queues=False))
+    monkeypatch.setattr(offload, "_told_by_metadata", lambda: {"store_jobs"})
+    worker = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=object()))
+    assert offload.find(worker) is None
+    assert "SimpleNamespace._unsubmitted_store_jobs, OffloadingConnectorMetadata.jobs_to_flush must be" in caplog.text
 
 
 def test_chunks_that_begin_and_end_within_a_transfer_are_told_apart(hosted: Engine) -> None:

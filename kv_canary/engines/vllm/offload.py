@@ -9,7 +9,7 @@ come back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,8 @@ from kv_canary.specs.structures import KvSource
 from kv_canary.tier import Backup, Fetched, HostTier
 
 _CONNECTOR, _MULTI = "OffloadingConnector", "MultiConnector"
-_METADATA = "OffloadingConnectorMetadata"
+# What `Offload.queue` reads of stores that wait.
+_METADATA, _TOLD, _QUEUED = "OffloadingConnectorMetadata", ("store_jobs", "jobs_to_flush"), "_unsubmitted_store_jobs"
 _SPEC, _TIERED = "CPUOffloadingSpec", "TieringOffloadingSpec"
 
 
@@ -53,6 +54,13 @@ def find(worker: Any) -> Any:
     side = offloading[0].connector_worker
     names, config = _names(side.spec), side.spec.config
     is_plain = _SPEC in names and _TIERED not in names
+    # Before a store is submitted, its blocks may be others' already.
+    missing = [f"{type(side).__name__}.{_QUEUED}"] if not hasattr(side, _QUEUED) else []
+    missing += [f"{_METADATA}.{name}" for name in _TOLD if name not in _told_by_metadata()]
+    if missing:
+        expected = "as in vLLM 0.32 (without it what a connector brings is taken in as it comes, and counted)"
+        logger.warning("kv-canary: %s", must_be("vllm adapter", ", ".join(missing), expected, "none"))
+        return None
     if is_plain and not side.spec.replicated_layout and not config.canonical_layout and side.worker is not None:
         return side
     logger.warning(
@@ -61,6 +69,13 @@ def find(worker: Any) -> Any:
         type(side.spec).__name__,
     )
     return None
+
+
+def _told_by_metadata() -> set[str]:
+    """Return the fields of what vLLM's scheduler tells its connector in a step."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+
+    return {field.name for field in fields(OffloadingConnectorMetadata)}
 
 
 class Offload:
@@ -137,7 +152,7 @@ class Offload:
             scheduled: vLLM's `SchedulerOutput` of the step that begins.
         """
         with self._followed("a backup to the host"):
-            for job, source, target in self._side._unsubmitted_store_jobs:
+            for job, source, target in getattr(self._side, _QUEUED):
                 self._back_up(job, source, target)
             sent = scheduled.kv_connector_metadata
             for told in getattr(sent, "metadata", (sent,)):
