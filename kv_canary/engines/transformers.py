@@ -344,12 +344,13 @@ class _Watch:
 def _at_rest(manager: Any) -> Iterator[None]:
     """Hold the thread of a running manager between two steps; where none runs, or it is the caller's own, do nothing.
 
-    Not by the engine's own `pause`, which 5.17 has not, and which waits for a step however long it takes.
+    Nor where the caller has paused it. Not by the engine's own `pause`, which 5.17 has not, and which waits for a step
+    however long it takes.
 
     Raises:
         RuntimeError: the manager serves requests, or its thread does not come to rest.
     """
-    if threading.current_thread() is manager._generation_thread:
+    if threading.current_thread() is manager._generation_thread or _is_paused(manager):
         yield
         return
     end = time.monotonic() + PATIENCE
@@ -381,6 +382,12 @@ def _at_rest(manager: Any) -> Iterator[None]:
     finally:
         goes_on.set()
         patches.undo_all()
+
+
+def _is_paused(manager: Any) -> bool:
+    """Whether the calling thread has paused the manager, which 5.17 cannot be."""
+    asked = getattr(getattr(manager, "background_thread_status", None), "is_pause_requested", None)
+    return asked is not None and bool(asked(local=True))
 
 
 def _expect_before(end: float) -> None:

@@ -23,7 +23,7 @@ from kv_canary.runtime.host import copy_all, copy_front, front, on_device
 from kv_canary.runtime.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, Shape
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.repetition import Decodes, PlainForwards, Repetition
-from kv_canary.runtime.replays import MOST_FAILURES, RUNS_BEFORE_RETRY, Branch, Launch, layout_of, round_up, rounded
+from kv_canary.runtime.replays import Attempts, Branch, Launch, layout_of, round_up, rounded
 from kv_canary.runtime.steps import Steps
 from kv_canary.runtime.tails import Advance
 from kv_canary.specs.structures import WritePlan
@@ -141,9 +141,8 @@ class SingleForwardManager:
         self._forwards: dict[Hashable, Repetition] = {}
         self._repetition: Repetition | None = None
         self._written: Callable[[], Mapping[str, torch.Tensor]] = dict
-        # The step from which on repetitions may be kept, later once a capture of theirs has failed, and how many have;
-        # what TAIL has copied a step's words to.
-        self._keeps_from = self._failures = 0
+        # Captures of repetitions, by the step; what TAIL has copied a step's words to.
+        self._attempts = Attempts()
         self._sheet: Sheet | None = None
         self._replays, self._branch = context.new_replays(), Branch()
         # Captures that failed: their graphs have no HEAD and TAIL, or not both.
@@ -741,7 +740,7 @@ class SingleForwardManager:
         batch, given, shape, advance = self._batch, self._inputs.in_place, self._shape, self._advance
         if batch is None or advance is None or self._captured is not None or self.inner:
             return
-        if self.context.step < self._keeps_from or self._failures >= MOST_FAILURES:
+        if not self._attempts.may_try(self.context.step):
             return
         if not batch.check_positions or shape.has_pending or shape.expects_tokens:
             return
@@ -783,8 +782,10 @@ class SingleForwardManager:
                 tail=self._launch_tail,
             )
         except Exception as error:
-            self._failures, self._keeps_from = self._failures + 1, self.context.step + RUNS_BEFORE_RETRY
+            self._attempts.failed(self.context.step)
             self.context.capture_failed(error)
+        else:
+            self._attempts.succeeded()
 
     def _has_room(self, kept: dict[Hashable, Repetition]) -> bool:
         """Return whether one more may be kept, once those are gone that are of no use any more.

@@ -7,7 +7,7 @@ import gc
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -21,8 +21,8 @@ _MAX_COUNTED = 1024
 # How often what has no graph comes before it takes the place of what was longest not replayed, where all are taken: a
 # capture costs as much as some runs without.
 RUNS_BEFORE_EXCHANGE = 64
-# Runs behind a capture that has failed before the next one of the same launches, which may then succeed: memory was
-# short, say. And captures that may fail before none is tried any more.
+# Runs without a graph, or steps, behind a capture that has failed before the next one is tried, which may then succeed:
+# memory was short, say. And captures that may fail one behind the other before none is tried any more.
 RUNS_BEFORE_RETRY, MOST_FAILURES = 1024, 8
 
 
@@ -45,6 +45,31 @@ def layout_of(table: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
     return table.data_ptr(), table.shape, table.stride()
 
 
+class Attempts:
+    """Whether a capture may be tried: not for a while behind one that failed, and never behind several in a row.
+
+    Attributes:
+        given_up: whether none is tried any more.
+    """
+
+    def __init__(self) -> None:
+        self.given_up = False
+        self._failures = self._next = 0
+
+    def may_try(self, now: int) -> bool:
+        """Return whether one may be tried at `now`, a count of runs, or of steps, that never falls."""
+        return not self.given_up and now >= self._next
+
+    def failed(self, now: int) -> None:
+        """Take in that one has failed at `now`."""
+        self._failures += 1
+        self._next, self.given_up = now + RUNS_BEFORE_RETRY, self._failures >= MOST_FAILURES
+
+    def succeeded(self) -> None:
+        """Take in that one has not failed."""
+        self._failures = 0
+
+
 class Replays:
     """Runs launches: the first times as they are, then by a graph.
 
@@ -65,7 +90,8 @@ class Replays:
         # What was replayed last comes last.
         self._graphs: OrderedDict[Hashable, Launch] = OrderedDict()
         self._runs: OrderedDict[Hashable, int] = OrderedDict()
-        self._failures = 0
+        # Runs without a graph.
+        self._attempts, self._plain = Attempts(), 0
 
     def forget(self) -> None:
         """Destroy every graph; launches run as they are until they have come again."""
@@ -90,7 +116,7 @@ class Replays:
 
     def is_settled(self, key: Hashable) -> bool:
         """Whether launches of this key have come so often that they are not captured any more."""
-        return self._capture is None or key in self._graphs
+        return self._capture is None or self._attempts.given_up or key in self._graphs
 
     def settle(self, launch: Launch) -> Launch:
         """Return what launches the same from now on; all of its kernels must have run before.
@@ -98,17 +124,21 @@ class Replays:
         Raises:
             Exception: whatever a capture raises.
         """
-        return launch if self._capture is None else self._capture(launch)
+        return launch if self._capture is None or self._attempts.given_up else self._capture(launch)
 
     def _count(self, key: Hashable, launch: Launch) -> None:
+        self._plain += 1
         runs, is_full = self._runs.pop(key, 0) + 1, len(self._graphs) >= MAX_GRAPHS
-        if runs >= (RUNS_BEFORE_EXCHANGE if is_full else RUNS_BEFORE_CAPTURE) and self._capture is not None:
+        enough = runs >= (RUNS_BEFORE_EXCHANGE if is_full else RUNS_BEFORE_CAPTURE)
+        if enough and self._capture is not None and self._attempts.may_try(self._plain):
             try:
                 graph = self._capture(launch)
             except Exception as error:
-                runs = -RUNS_BEFORE_RETRY
-                self._take_failure(error)
+                self._attempts.failed(self._plain)
+                if self._failed is not None:
+                    self._failed(error)
             else:
+                self._attempts.succeeded()
                 if is_full:
                     self._graphs.popitem(last=False)
                 self._graphs[key] = graph
@@ -116,14 +146,6 @@ class Replays:
         self._runs[key] = runs
         if len(self._runs) > _MAX_COUNTED:
             self._runs.popitem(last=False)
-
-    def _take_failure(self, error: Exception) -> None:
-        """Take in that a capture has failed."""
-        self._failures += 1
-        if self._failures >= MOST_FAILURES:
-            self._capture = None
-        if self._failed is not None:
-            self._failed(error)
 
 
 class CanaryGraph(torch.cuda.CUDAGraph):
@@ -139,6 +161,7 @@ class _Streams(threading.local):
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, str], torch.cuda.Stream] = {}
+        self._bytes: dict[int, torch.Tensor] = {}
 
     def of(self, purpose: str) -> torch.cuda.Stream:
         """Return the stream of the current device for `purpose`."""
@@ -146,6 +169,13 @@ class _Streams(threading.local):
         if key not in self._made:
             self._made[key] = torch.cuda.Stream()
         return self._made[key]
+
+    def byte(self) -> torch.Tensor:
+        """Return a byte on the current device that nobody reads."""
+        device = torch.cuda.current_device()
+        if device not in self._bytes:
+            self._bytes[device] = torch.zeros(1, dtype=torch.uint8, device=f"cuda:{device}")
+        return self._bytes[device]
 
 
 _streams = _Streams()
@@ -155,8 +185,11 @@ def capture_graph(launch: Launch) -> Launch:
     """Return what replays `launch` from a CUDA graph, on the stream that is current then.
 
     Nothing runs now, and other threads may go on using the device. `launch` must have run before.
+
+    Raises:
+        Exception: whatever the capture raises; nothing of it is left then.
     """
-    graph = CanaryGraph()
+    unread = _streams.byte()
     current, stream = torch.cuda.current_stream(), _streams.of("capture")
     # Before 2.13, PyTorch resets at every capture what an engine's graph that samples reads its random numbers' offset
     # from: not before a graph that runs now has read it, and before the next replay sets it.
@@ -167,16 +200,47 @@ def capture_graph(launch: Launch) -> Launch:
     try:
         # A capture needs a stream of its own, which nothing is launched on.
         with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
             try:
-                launch()
-            finally:
-                graph.capture_end()
+                graph = _captured(launch)
+            except Exception:
+                _settle_generator(unread)
+                raise
     finally:
         if collects:
             gc.enable()
     current.wait_stream(stream)
     return graph.replay
+
+
+def _captured(launch: Launch) -> CanaryGraph:
+    """Return a graph of `launch`, captured on the current stream."""
+    graph, memory = CanaryGraph(), torch.cuda.graph_pool_handle()
+    try:
+        graph.capture_begin(memory, capture_error_mode="thread_local")
+        try:
+            launch()
+        finally:
+            graph.capture_end()
+    except Exception:
+        # Where the device gave the capture up, PyTorch's allocator still takes it to be under way, and would free
+        # nothing any more of what streams share. Where it does not, this is an error.
+        with suppress(Exception):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), memory)
+        raise
+    return graph
+
+
+def _settle_generator(unread: torch.Tensor) -> None:
+    """Take back that PyTorch's generator is in a capture: where the device gave one up, it is until one succeeds.
+
+    Before 2.13, who samples outside a graph would get an error from it meanwhile.
+    """
+
+    def write() -> None:
+        unread.zero_()
+
+    with suppress(Exception):
+        _captured(write)
 
 
 class Branch:

@@ -48,6 +48,8 @@ class Unverified:
         # Where any bit, or any GAP, may be set; and where all slots are to be marked, because marking some has failed.
         self._marked: set[KvPool] = set()
         self._gaps: set[KvPool] = set()
+        # Where slots behind the engine's are, as those of a host tier, which no forward reads before they are moved.
+        self._behind: set[KvPool] = set()
         self._owed: set[KvPool] = set()
         self._markings = 0
         self._looks: dict[str, dict[int, _Look]] = {}
@@ -106,10 +108,11 @@ class Unverified:
 
     def clear(self) -> None:
         """Take in that the engine emptied its cache: no slot holds anything."""
-        for pool in self._marked:
+        for pool in self._marked | self._behind:
             self._marks[pool].zero_()
         self._marked.clear()
         self._gaps.clear()
+        self._behind.clear()
 
     def written(self, pool: KvPool, slots: torch.Tensor) -> None:
         """Take in that int64 `slots` have new records."""
@@ -118,6 +121,11 @@ class Unverified:
 
     def moved(self, pool: KvPool, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Take in that the content of int64 `src`, and its records, now lie in `dst` too."""
+        if pool in self._behind:
+            # What is moved may be marked, and where the engine's slots are from now on.
+            self._behind.discard(pool)
+            self._marked.add(pool)
+            self._gaps.add(pool)
         if pool in self._marked:
             marks = self._marks[pool]
             marks[self._inside(pool, dst)] = marks[self._inside(pool, src)]
@@ -147,7 +155,9 @@ class Unverified:
     def _is_gap(self, pool: KvPool, row: ViolationRow) -> bool:
         """Whether a violation row says no more than that a gap has no record."""
         marks, slot = self._marks[pool], row.slot
-        if row.reasons != Reason.NEVER_WRITTEN or pool not in self._marked or not 0 < slot < len(marks):
+        if row.reasons != Reason.NEVER_WRITTEN or not 0 < slot < len(marks):
+            return False
+        if pool not in self._marked and pool not in self._behind:
             return False
         return bool(marks[slot] & (_GAP | _TAKEN))
 
@@ -156,10 +166,13 @@ class Unverified:
         for pool in list(self._marked):
             marks = self._marks[pool]
             marks &= ~_TAKEN & 0xFF
-            if not bool((marks & _GAP).any()):
+            mine = marks[: pool.num_slots]
+            if not bool((mine & _GAP).any()):
                 self._gaps.discard(pool)
-            if not bool(marks.any()):
+            if not bool(mine.any()):
                 self._marked.discard(pool)
+            if bool(marks[pool.num_slots :].any()):
+                self._behind.add(pool)
 
     def settled(self, pool: KvPool) -> torch.Tensor | None:
         """Return bool [slots] of the engine's slots whose bytes are as recorded for all we know; None: all are."""

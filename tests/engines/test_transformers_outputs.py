@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import kv_canary
@@ -325,6 +326,27 @@ def test_a_manager_whose_cache_does_not_come_is_refused_in_time(monkeypatch: pyt
     finally:
         go.set()
         manager.stop(block=True)
+
+
+@pytest.mark.skipif(not hasattr(ContinuousBatchingManager, "pause"), reason="5.17 has no pause")
+def test_a_manager_that_the_caller_has_paused_is_installed_into() -> None:
+    manager = new_manager(make_model("llama"))
+    manager.start()
+    try:
+        manager.add_request(Prompts().random(40), request_id="a", max_new_tokens=2, eos_token_id=-1)
+        assert manager.get_result(timeout=60).is_finished()
+        start = time.monotonic()
+        with manager.pause():
+            canary = kv_canary.install(manager)
+        assert time.monotonic() - start < 30
+        manager.add_request(Prompts().random(40), request_id="b", max_new_tokens=8, eos_token_id=-1)
+        assert manager.get_result(timeout=60).is_finished()
+    finally:
+        manager.stop(block=True)
+    canary.flush()
+    summary = canary.summary()
+    assert (summary.watching, summary.incidents) == ("complete", 0)
+    assert summary.positions_verified > 0
 
 
 def test_a_manager_that_is_started_while_it_is_installed_into_is_watched_once(monkeypatch: pytest.MonkeyPatch) -> None:

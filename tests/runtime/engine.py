@@ -17,11 +17,21 @@ LAYERS = 2
 BYTES = 32
 
 
-def make_pool(num_slots: int = 128, *, name: str = "pool", read_bytes: int = BYTES, page_size: int = 1) -> kc.KvPool:
+def make_pool(
+    num_slots: int = 128, *, name: str = "pool", read_bytes: int = BYTES, page_size: int = 1, extra_slots: int = 0
+) -> kc.KvPool:
     """Return a pool of random bytes: 2 layers of 32 bytes a token, covered wholly by default."""
     k, v = (kv_source(num_slots, BYTES, layers=LAYERS, read_bytes=read_bytes, page_size=page_size) for _ in range(2))
     names = tuple(f"layer {i}" for i in range(LAYERS))
-    return kc.KvPool(name=name, num_slots=num_slots, k_source=k, v_source=v, layer_names=names, device="cpu")
+    return kc.KvPool(
+        name=name,
+        num_slots=num_slots,
+        k_source=k,
+        v_source=v,
+        extra_slots=extra_slots,
+        layer_names=names,
+        device="cpu",
+    )
 
 
 class Engine(ScriptedEngine):

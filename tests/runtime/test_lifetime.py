@@ -251,15 +251,7 @@ class Tiered:
     """An engine with a host tier of 40 slots: their records lie behind those of the pool, their bytes elsewhere."""
 
     def __init__(self, **options: Any) -> None:
-        device = make_pool(64)
-        self.pool = kc.KvPool(
-            name="pool",
-            num_slots=64,
-            k_source=device.k_source,
-            v_source=device.v_source,
-            extra_slots=40,
-            device="cpu",
-        )
+        self.pool = make_pool(64, extra_slots=40)
         self.engine = Engine(
             [kc.BufferGroup(name="full", pool=self.pool)], kc.CanaryConfig(backend="reference", **options)
         )
@@ -279,6 +271,37 @@ class Tiered:
             for layer, copy in zip(source.layers, host, strict=True):
                 layer[slots[:kept]] = copy[tier[:kept]]
         self.engine.manager.move(self.pool, tier + 64, slots, owner=owner)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_was_on_the_host_when_a_pool_was_forgotten_is_taken_in_when_it_comes_back(again: bool) -> None:
+    tiered = Tiered()
+    engine = tiered.engine
+    unverified = engine.manager.unverified
+    a, b = engine.add("a", 40), engine.add("b", 40)
+    engine.step((a, 9), (b, 3))
+    tiered.offload(slots_of(engine, a, 0, 9), torch.arange(10, 19), owner=a.owner)
+    unverified.forget_all(tiered.pool)
+    engine.step((b, 1))
+    live = set(slots_of(engine, b, 0, 4).tolist())
+    engine.manager.retire(tiered.pool, torch.tensor([slot for slot in range(1, 64) if slot not in live]))
+    engine.manager.flush()
+    # What is marked on the host keeps no step of the engine's from being like any other.
+    assert unverified.is_clean
+    tier = torch.arange(10, 19)
+    if again:
+        engine.manager.move(tiered.pool, tier + 64, tier + 74, owner=a.owner)
+        tiered.host = [torch.roll(host, 10, dims=1) for host in tiered.host]
+        tier = tier + 10
+        engine.manager.flush()
+        assert unverified.is_clean
+    back = torch.arange(40, 49)
+    tiered.load(tier, back, owner=a.owner)
+    engine.tables["full"][a.row, :9] = back.to(torch.int32)
+    engine.step((a, 1), (b, 1))
+    engine.step((a, 1))
+    assert [r.sentence for r in engine.found()] == []
+    assert unverified.taken_in >= 9
 
 
 @pytest.mark.parametrize("records", ["one", "head_and_tail"])

@@ -57,6 +57,36 @@ def test_an_engines_graph_samples_the_same_while_graphs_are_captured_behind_its_
     assert serve(captures=True) == expected
 
 
+def test_a_capture_that_the_device_gives_up_leaves_the_engine_its_generator_and_its_memory() -> None:
+    mine, other = torch.zeros(4, device="cuda"), torch.cuda.Stream()
+    torch.randn(4, device="cuda")
+
+    def waits() -> None:
+        mine.zero_()
+        torch.cuda.current_stream().synchronize()
+
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="captur"):
+            capture_graph(waits)
+    torch.cuda.synchronize()
+    # Who samples outside a graph goes on.
+    assert len(set(torch.randn(4, device="cuda").tolist())) == 4
+    # What streams share is freed.
+    before = torch.cuda.memory_allocated()
+    shared = torch.empty(1 << 22, device="cuda")
+    with torch.cuda.stream(other):
+        shared.zero_()
+    shared.record_stream(other)
+    del shared
+    torch.cuda.synchronize()
+    torch.zeros(1, device="cuda")
+    assert torch.cuda.memory_allocated() <= before + 4096
+    # And so do captures.
+    mine.fill_(1)
+    capture_graph(mine.zero_)()
+    assert mine.tolist() == [0.0] * 4
+
+
 def test_a_manager_that_measures_its_cost_draws_nothing_from_the_device_s_generator() -> None:
     k, v = (kv_source(256, 64, device="cuda") for _ in range(2))
     pool = kc.KvPool(name="pool", num_slots=256, k_source=k, v_source=v, device="cuda")

@@ -17,6 +17,7 @@ import torch
 import kv_canary as kc
 from kv_canary.observers import Observer
 from kv_canary.runtime import forward as forward_module
+from kv_canary.runtime import replays as replays_module
 from kv_canary.runtime.batch import ModelInputs
 from kv_canary.runtime.composition import BatchRequests, Composition, Int64s
 from kv_canary.runtime.context import CanaryContext
@@ -51,6 +52,7 @@ class Decoder:
         repeats: whether it asks for repetitions.
         narrow: whether the model is given tokens and lengths of int32, and no rows.
         in_place: whether prefills, too, read tensors that stay.
+        extra_slots: of a host tier.
         watch: called with each batch of a step that is begun anew, before its begin.
     """
 
@@ -61,12 +63,13 @@ class Decoder:
         windows: Sequence[int] = (0,),
         narrow: bool = False,
         in_place: bool = False,
+        extra_slots: int = 0,
         **options: Any,
     ) -> None:
         torch.manual_seed(3)
         self.narrow, self.in_place = narrow, in_place
         self.repeats, self.repeated, self.begun, self.prefilled = repeats, 0, 0, 0
-        pools = [make_pool(512, name=f"p{i}") for i in range(len(windows))]
+        pools = [make_pool(512, name=f"p{i}", extra_slots=extra_slots) for i in range(len(windows))]
         groups = [
             kc.BufferGroup(name=f"g{i}", pool=pool, window=w)
             for i, (pool, w) in enumerate(zip(pools, windows, strict=True))
@@ -768,7 +771,7 @@ def test_a_capture_that_fails_puts_repetitions_off_and_is_counted(monkeypatch: p
         return launch
 
     captured: list[Launch] = []
-    monkeypatch.setattr(forward_module, "RUNS_BEFORE_RETRY", 10)
+    monkeypatch.setattr(replays_module, "RUNS_BEFORE_RETRY", 10)
     engine = Decoder(repeats=True)
     engine.admit(text(10), text(1000))
     engine.prefill({1: 8, 2: 8})
@@ -790,8 +793,9 @@ def test_a_capture_that_fails_puts_repetitions_off_and_is_counted(monkeypatch: p
     assert engine.repeated > before
 
 
-def test_a_pool_that_was_forgotten_is_repeated_again_once_all_its_slots_were_handed_out() -> None:
-    engine = Decoder(repeats=True)
+@pytest.mark.parametrize("extra_slots", [0, 64])
+def test_a_pool_that_was_forgotten_is_repeated_again_once_all_its_slots_were_handed_out(extra_slots: int) -> None:
+    engine = Decoder(repeats=True, extra_slots=extra_slots)
     [pool] = engine.manager.pools
     # The engine keeps the first page for padding.
     pool.first_slot = 16

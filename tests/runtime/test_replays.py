@@ -131,28 +131,45 @@ class Failing:
 
 def test_launches_whose_capture_has_failed_go_on_and_are_captured_later() -> None:
     failing, ran = Failing(1), Captures()
-    for _ in range(RUNS_BEFORE_CAPTURE + RUNS_BEFORE_RETRY):
-        failing.replays.run("a", ran.launch("a"))
-        assert not failing.replays.is_settled("a")
+    keys = [f"size {n}" for n in range(2 * MOST_FAILURES)]
+    runs = 0
+    while runs < RUNS_BEFORE_RETRY:
+        for key in keys:
+            failing.replays.run(key, ran.launch(key))
+            runs += 1
+            assert not failing.replays.is_settled(key)
     assert failing.replays.rounds_up
-    for _ in range(RUNS_BEFORE_CAPTURE):
-        failing.replays.run("b", ran.launch("b"))
-        failing.replays.run("a", ran.launch("a"))
-    assert failing.replays.is_settled("a")
-    assert failing.replays.is_settled("b")
+    for key in [*keys, *keys]:
+        failing.replays.run(key, ran.launch(key))
+    assert all(failing.replays.is_settled(key) for key in keys)
     assert [str(error) for error in failing.told] == ["no graphs today"]
-    assert ran.ran.count("a") == 2 * RUNS_BEFORE_CAPTURE + RUNS_BEFORE_RETRY
 
 
-def test_captures_that_fail_again_and_again_are_given_up() -> None:
-    failing, ran = Failing(10_000), Captures()
-    for key in range(2 * MOST_FAILURES):
-        for _ in range(RUNS_BEFORE_CAPTURE + 1):
-            failing.replays.run(key, ran.launch(str(key)))
+def test_captures_that_fail_again_and_again_are_given_up_and_graphs_are_replayed_still() -> None:
+    failing, ran = Failing(0), Captures()
+    for _ in range(RUNS_BEFORE_CAPTURE):
+        failing.replays.run("good", lambda: ran.ran.append("good"))
+    failing.left = 10_000
+    for _ in range(2 * MOST_FAILURES * RUNS_BEFORE_RETRY):
+        failing.replays.run("bad", ran.launch("bad"))
     assert len(failing.told) == MOST_FAILURES
     assert failing.replays.rounds_up
     # What is kept for repetition launches as it is.
     assert failing.replays.is_settled("any")
+    launch = ran.launch("settled")
+    assert failing.replays.settle(launch) is launch
+    failing.replays.run("good", ran.launch("not replayed"))
+    assert ran.ran[-1] == "good"
+
+
+def test_captures_that_fail_now_and_then_are_not_given_up() -> None:
+    failing, ran = Failing(0), Captures()
+    for key in range(2 * MOST_FAILURES):
+        failing.left = 1
+        for _ in range(RUNS_BEFORE_CAPTURE + RUNS_BEFORE_RETRY):
+            failing.replays.run(key, ran.launch("again"))
+        assert failing.replays.is_settled(key)
+    assert len(failing.told) == 2 * MOST_FAILURES
 
 
 @pytest.mark.parametrize("redacts", [False, True])
@@ -348,8 +365,10 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     @contextlib.contextmanager
     def on(stream: Stream) -> Iterator[None]:
         log.append(f"on {stream.name}")
-        yield
-        log.append(f"off {stream.name}")
+        try:
+            yield
+        finally:
+            log.append(f"off {stream.name}")
 
     monkeypatch.setattr(replays_module, "_capturing", lambda: True)
     made = iter(("side", "another"))
@@ -359,6 +378,38 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     monkeypatch.setattr(torch.cuda, "stream", on)
     return log
+
+
+def use_graphs(log: list[str], monkeypatch: pytest.MonkeyPatch, *, fails: str = "") -> None:
+    """Have graphs that note what is captured, without a GPU; the first one fails where `fails` says."""
+    handles = iter(range(100))
+    left = [fails]
+
+    def happens(what: str) -> None:
+        log.append(what)
+        if left[0] == what:
+            left[0] = ""
+            raise RuntimeError(what)
+
+    class Graph:
+        def capture_begin(self, pool: int, *, capture_error_mode: str) -> None:
+            assert (capture_error_mode, gc.isenabled()) == ("thread_local", False)
+            happens("begin")
+
+        def capture_end(self) -> None:
+            happens("end")
+
+        def replay(self) -> None:
+            log.append("replay")
+
+    class Byte:
+        def zero_(self) -> None:
+            log.append("zero")
+
+    monkeypatch.setattr(replays_module, "CanaryGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(replays_module._Streams, "byte", lambda _: Byte())
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda _, memory: log.append(f"memory {memory} is free"))
 
 
 def test_a_branch_begins_behind_what_was_launched_and_is_waited_for_once(streams: list[str]) -> None:
@@ -383,18 +434,7 @@ def test_where_nothing_is_captured_there_is_no_branch(streams: list[str], monkey
 def test_captures_are_on_one_stream_of_their_thread_behind_what_runs_and_before_what_comes(
     streams: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Graph:
-        def capture_begin(self, *, capture_error_mode: str) -> None:
-            assert (capture_error_mode, gc.isenabled()) == ("thread_local", False)
-            streams.append("begin")
-
-        def capture_end(self) -> None:
-            streams.append("end")
-
-        def replay(self) -> None:
-            streams.append("replay")
-
-    monkeypatch.setattr(replays_module, "CanaryGraph", Graph)
+    use_graphs(streams, monkeypatch)
     once = ["side waits for main", "on side", "begin", "launch", "end", "off side", "main waits for side"]
     for _ in range(3):
         replays_module.capture_graph(lambda: streams.append("launch"))
@@ -404,6 +444,30 @@ def test_captures_are_on_one_stream_of_their_thread_behind_what_runs_and_before_
         pool.submit(replays_module.capture_graph, lambda: streams.append("launch")).result()
     assert streams == [line.replace("side", "another") for line in once]
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("where", ["begin", "launch", "end"])
+def test_of_a_capture_that_fails_nothing_is_left(
+    where: str, streams: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch ends neither its allocator's capture nor its generator's where the device gave one up."""
+    use_graphs(streams, monkeypatch, fails=where)
+
+    def launch() -> None:
+        streams.append("launch")
+        if where == "launch":
+            raise RuntimeError("launch")
+
+    with pytest.raises(RuntimeError, match=where):
+        replays_module.capture_graph(launch)
+    happened = {"begin": ["begin"], "launch": ["begin", "launch", "end"], "end": ["begin", "launch", "end"]}[where]
+    # The next capture that succeeds settles the generator.
+    expected = [*happened, "memory 0 is free", "begin", "zero", "end"]
+    assert streams == ["side waits for main", "on side", *expected, "off side"]
+    assert gc.isenabled()
+    streams.clear()
+    replays_module.capture_graph(lambda: streams.append("launch"))
+    assert streams[2:5] == ["begin", "launch", "end"]
 
 
 @pytest.mark.parametrize("fails", ["seal", "tail"])

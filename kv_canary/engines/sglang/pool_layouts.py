@@ -196,6 +196,8 @@ def _pages(pool: Any, want: Wanted, *, suffix: str, width: int, offset: int) -> 
         layers=[f"layer {i}" for i in _layer_ids(pool, want)],
         device=first.device,
         suffix=suffix,
+        # The allocator keeps a page of its own, which may be more than one of these.
+        first_slot=pool.page_size,
     )
 
 
