@@ -6,6 +6,7 @@ import random
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from kv_canary.difftest.stress import tier_lives
 from kv_canary.difftest.stress.vllm import tiers as campaign
-from kv_canary.difftest.stress.vllm.engine import VOCABULARY, Engine, Runner, Traffic, drafts_of
+from kv_canary.difftest.stress.vllm.engine import VOCABULARY, Engine, Runner, Traffic, drafts_of, save_model
 from kv_canary.engines.vllm import offload
 from kv_canary.engines.vllm.pools import AttachedGroup
 from kv_canary.engines.vllm.told import Brought, Told
@@ -96,6 +97,20 @@ def test_a_healthy_life_is_silent_and_nothing_is_taken_in_as_it_comes(model: Mod
     # Of requests that are given up while they wait nobody relies on anything.
     assert 0 < sum(tier.facts.loaded for tier in session.offload.tiers) <= loaded * 32 * (2 if life.drafts else 1)
     assert session.status()["host_tiers"].keys() == {tier.group.name for tier in session.offload.tiers}
+
+
+def test_a_healthy_life_of_groups_of_unequal_layers_is_silent(unequal: str) -> None:
+    # Few blocks on the host: they go from group to group.
+    life = Life(size=1150000, steps=40, arguments={"num_gpu_blocks_override": 70})
+    without, _, _ = serve(unequal, life, None)
+    outputs, loaded, session = serve(unequal, life, life.canary)
+    assert outputs == without
+    assert loaded > 0
+    assert session.manager.guard.failures == {}
+    assert [report.sentence for report in session.manager.reports] == []
+    summary = session.manager.summary()
+    assert summary.violations == summary.unverified == summary.uncovered == 0
+    assert all(tier.facts.loaded > 0 and tier.facts.unsealed == 0 for tier in session.offload.tiers)
 
 
 def test_what_goes_wrong_on_the_way_is_found_and_nothing_without() -> None:
@@ -251,6 +266,44 @@ def test_blocks_that_are_handed_on_while_their_store_is_queued_go_to_the_host_as
         summary = session.manager.summary()
         assert summary.unverified == summary.uncovered == 0
         assert sum(tier.facts.unsealed for tier in session.offload.tiers) == 0
+
+
+@pytest.fixture
+def unequal(tmp_path: Path) -> str:
+    """The folder of a model that vLLM has four groups of over one memory: of 2, 2, 1 and 2 layers."""
+    layers = ["full_attention" if n in (2, 5) else "sliding_attention" for n in range(7)]
+    return save_model(tmp_path / "unequal", "gemma3", num_hidden_layers=len(layers), layer_types=layers)
+
+
+@pytest.mark.parametrize("is_queued", [True, False])
+def test_a_chunk_of_a_group_that_goes_to_another_one_holds_nothing_of_the_first(
+    unequal: str, monkeypatch: pytest.MonkeyPatch, is_queued: bool
+) -> None:
+    """A group with fewer layers over the same memory has records of its own on the host, and the chunks of all."""
+    from kv_canary.difftest.stress.vllm import offloading
+
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(140)] for _ in range(8)]
+    # 20 chunks on the host.
+    host = offloading.settings(size=330000)
+    with Engine(unequal, canary={"seals": "layer"}, kv_transfer_config=host, num_gpu_blocks_override=70) as engine:
+        session = engine.session
+        assert len(session.offload.tiers) == 2
+        for n, prompt in enumerate(prompts):
+            if n == 4 and not is_queued:
+                # What is queued from now on is not followed.
+                monkeypatch.setattr(session.offload, "queue", lambda scheduled: None)
+            engine.submit(f"r{n}", prompt, new_tokens=1)
+            engine.run()
+        for tier in session.offload.tiers:
+            tier.settle()
+            tier.check(whole=True)
+        session.manager.flush()
+        assert session.manager.guard.failures == {}
+        assert [report.sentence for report in session.manager.reports] == []
+        first = [tier.facts for tier in session.offload.tiers]
+        assert all(facts.backed_up > 0 and facts.verified > 0 for facts in first)
+        assert any(facts.brought_unknown > 0 for facts in first) is not is_queued
 
 
 def stored(engine: Engine, job: int, block: int, place: int, *, is_queued: bool = True) -> None:

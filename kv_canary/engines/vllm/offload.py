@@ -98,6 +98,8 @@ class Offload:
         self._sizes = {g.number: g.block_size for g in groups}
         chunks = side.spec.num_chunks
         self._tiers: dict[KvPool, HostTier] = {}
+        # Slots of a block of each tier.
+        self._size_of: dict[HostTier, int] = {}
         # By group: the tiers of its pools.
         self._of: dict[int, list[HostTier]] = {g.number: [] for g in groups}
         for group in groups:
@@ -112,6 +114,7 @@ class Offload:
                         "while they are there, where they do not lie as on the device",
                         group.group.name,
                     )
+                self._size_of[self._tiers[pool]] = group.block_size
             if self._tiers[pool] not in self._of[group.number]:
                 self._of[group.number].append(self._tiers[pool])
         # Of each group's block on the device: the load that has brought something there which nobody has asked for yet,
@@ -233,6 +236,7 @@ class Offload:
         with self._followed("a backup to the host"):
             if job not in self._backups:
                 # Nobody can say what its blocks held when it was queued, since something could not be followed.
+                self._free(target.block_ids)
                 for number, _, there in self._pairs(source, target.block_ids):
                     for tier in self._of[number]:
                         tier.bring(tier.expect(torch.from_numpy(there)), None)
@@ -258,11 +262,18 @@ class Offload:
 
     def _back_up(self, job: int, source: Any, target: Any) -> None:
         if job not in self._backups:
+            self._free(target.block_ids)
             self._backups[job] = [
                 (tier, tier.backup(torch.from_numpy(here), torch.from_numpy(there)))
                 for number, here, there in self._pairs(source, target.block_ids)
                 for tier in self._of[number]
             ]
+
+    def _free(self, chunks: np.ndarray) -> None:
+        """Take in that chunks have been given to others: whichever group has one, its bytes are in memory of all."""
+        parts = (chunks.astype(np.int64)[:, None] * self._per_chunk + np.arange(self._per_chunk)).ravel()
+        for tier, size in self._size_of.items():
+            tier.free(torch.from_numpy(slots_of(parts, size)))
 
     def _pairs(self, on_device: Any, chunks: np.ndarray) -> Iterator[_Pair]:
         """Yield what a transfer of groups that are followed is between."""
