@@ -11,6 +11,8 @@ import pytest
 
 from kv_canary.difftest.stress.vllm.engine import VOCABULARY, Engine, Runner, Traffic, drafts_of
 
+from .waiting import hold_up
+
 Model = Callable[[str], str]
 
 
@@ -192,6 +194,34 @@ def test_requests_that_are_given_up_while_they_wait_leave_nothing_behind(waiting
     assert store.brought > 160
     assert found(engine) == []
     assert engine.session.manager.summary().uncovered == 160
+
+
+@pytest.mark.parametrize("is_given_up", [True, False])
+def test_what_was_brought_for_a_request_that_has_not_come_is_taken_in_as_it_is_found(
+    model: Model, monkeypatch: pytest.MonkeyPatch, is_given_up: bool
+) -> None:
+    """It is in the prefix cache once it is there, whether its request is given up, or has to wait for room."""
+    from kv_canary.difftest.stress.vllm import loopback
+
+    monkeypatch.setattr(loopback, "_DELAY", 40)
+    connector = loopback.settings("held up", waits=True)
+    with Engine(model("llama"), canary={"seals": "layer"}, kv_transfer_config=connector) as engine:
+        engine.submit("first", DOCUMENT, new_tokens=4)
+        engine.run()
+        engine.llm.reset_prefix_cache()
+        hold_up(engine, "held up", DOCUMENT)
+        if is_given_up:
+            engine.abort("held up")
+        engine.submit("second", DOCUMENT, new_tokens=4)
+        engine.run()
+        assert loopback.STORES["held up"].brought == 160
+        assert found(engine) == []
+        told = {name.partition("-")[0]: tokens for name, tokens in engine.outputs.items()}
+        assert told["first"] == told["second"]
+        assert told.get("held up") == (None if is_given_up else told["first"])
+        summary = engine.session.manager.summary()
+        assert (summary.unverified, summary.uncovered) == (160, 0) if is_given_up else (0, 160)
+        assert summary.positions_verified == summary.positions_relied_on
 
 
 # Without the wait, asynchronous scheduling does not get over it in vLLM 0.32 itself (vllm#49252); V2: see test_wild.py.

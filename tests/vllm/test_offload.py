@@ -22,6 +22,8 @@ from kv_canary.engines.vllm.pools import AttachedGroup
 from kv_canary.engines.vllm.told import Brought, Told
 from kv_canary.tier import HostTier
 
+from .waiting import hold_up
+
 Model = Callable[[str], str]
 
 
@@ -368,6 +370,36 @@ def test_what_was_loaded_keeps_its_records_where_others_have_its_place_on_the_ho
         assert summary.unverified == summary.uncovered == 0
 
 
+@pytest.mark.parametrize("is_given_up", [True, False])
+def test_what_was_loaded_for_a_request_that_has_not_come_is_known_to_who_finds_it(
+    model: Model, monkeypatch: pytest.MonkeyPatch, is_given_up: bool
+) -> None:
+    """It is in the prefix cache once it has been loaded, whether its request is given up, or has to wait for room."""
+    from kv_canary.difftest.stress.vllm import offloading
+
+    monkeypatch.setattr(offloading, "_DELAY", 40)
+    host = offloading.settings(size=4 << 20)
+    with Engine(model("llama"), canary={"seals": "layer"}, kv_transfer_config=host) as engine:
+        engine.submit("first", PROMPT, new_tokens=4)
+        engine.run()
+        engine.llm.reset_prefix_cache()
+        hold_up(engine, "held up", PROMPT)
+        if is_given_up:
+            engine.abort("held up")
+        engine.submit("second", PROMPT, new_tokens=4)
+        engine.run()
+        engine.session.manager.flush()
+        told = {name.partition("-")[0]: tokens for name, tokens in engine.outputs.items()}
+        assert told["first"] == told["second"]
+        assert told.get("held up") == (None if is_given_up else told["first"])
+        assert offloading.WORKERS[0].loaded == 5
+        assert sum(tier.facts.loaded for tier in engine.session.offload.tiers) == 5 * 32
+        assert engine.session.manager.guard.failures == {}
+        assert [report.sentence for report in engine.session.manager.reports] == []
+        summary = engine.session.manager.summary()
+        assert summary.unverified == summary.uncovered == 0
+
+
 def test_a_block_that_is_handed_out_again_is_not_taken_for_what_was_loaded_there_before(hosted: Engine) -> None:
     from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -375,7 +407,10 @@ def test_a_block_that_is_handed_out_again_is_not_taken_for_what_was_loaded_there
     (group,), its = hosted.session.groups, hosted.session.offload
     slots = torch.arange(32, 96)
     load = SimpleNamespace(block_ids=np.array([1, 2]), group_sizes=[2], block_indices=[0])
-    offload.find(hosted.worker).worker.submit_load(1 << 30, SimpleNamespace(block_ids=np.array([0, 1])), load)
+    worker = offload.find(hosted.worker).worker
+    worker.submit_load(1 << 30, SimpleNamespace(block_ids=np.array([0, 1])), load)
+    worker.wait({1 << 30})
+    worker.get_finished()
     step = SchedulerOutput.make_empty()
     # Another connector brings a prompt of 64 tokens, the first 32 of which were found in block 1.
     step.kv_canary_told = Told(coming={"another": Brought(start=32, end=64, blocks=[[1, 2]])})

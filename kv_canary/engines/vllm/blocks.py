@@ -66,6 +66,11 @@ class Blocks:
         # while another row had them: the place of that row's group here, the block, and the row that got it.
         self._holders = [np.zeros(num_blocks, np.int64) for _ in groups]
         self._twice: list[tuple[int, int, int]] = []
+        # Of each block: whether it was handed out for what is brought from outside, and nobody has seen to it since;
+        # whether any may be; and what was hit of them in this step, with the place of its group.
+        self._promised = [np.zeros(num_blocks, np.bool_) for _ in groups]
+        self._promises = False
+        self._hits: list[tuple[int, Int64s]] = []
 
     def forget(self) -> None:
         """Take in that nothing is known of the blocks of any row."""
@@ -75,6 +80,10 @@ class Blocks:
         self.ends[:] = 0
         self._admitted.clear()
         self._twice.clear()
+        for promised in self._promised:
+            promised[:] = False
+        self._hits.clear()
+        self._promises = False
 
     @property
     def ends(self) -> Int64s:
@@ -98,7 +107,15 @@ class Blocks:
         self._step += 1
         self._admitted.clear()
 
-    def admit(self, row: int, blocks: Sequence[Sequence[int]], computed: int, *, hit: int | None = None) -> None:
+    def admit(
+        self,
+        row: int,
+        blocks: Sequence[Sequence[int]],
+        computed: int,
+        *,
+        hit: int | None = None,
+        promised: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """Take in the blocks of a request that is new, or was put off.
 
         Args:
@@ -106,14 +123,27 @@ class Blocks:
             blocks: of each of vLLM's groups, all that it has.
             computed: tokens that are in the cache, or will be before they are read.
             hit: how many of these were found there; None: all. Blocks behind those that these fill are handed out.
+            promised: of each of vLLM's groups, the blocks that it had when some of them were promised; None: none were.
         """
         hit = computed if hit is None else hit
         for i, group in enumerate(self._groups):
             ids = blocks[group.number]
             self._counts[i][row] = 0
             self._append(i, row, ids)
-            if fresh := ids[-(-hit // group.block_size) :]:
-                self._take(i, row, np.array(fresh, np.int64))
+            first = -(-hit // group.block_size)
+            if self._promises and first:
+                self._hits.append((i, np.array(ids[:first], np.int64)))
+            if not (fresh := ids[first:]):
+                continue
+            given = np.array(fresh, np.int64)
+            if promised is not None:
+                its = np.array(promised[group.number][first : first + len(given)], np.int64)
+                is_mine = np.zeros(len(given), np.bool_)
+                is_mine[: len(its)] = given[: len(its)] == its
+                self._claim(i, row, given[is_mine & (given > 0)])
+                given = given[~is_mine]
+            if len(given):
+                self._take(i, row, given)
         self.ends[row] = computed
         if computed:
             self._admitted.append((row, computed))
@@ -177,6 +207,21 @@ class Blocks:
         if np.logical_or.reduce(is_recorded):
             self._reused[i].append(given[is_recorded])
         self._is_recorded[given] = True
+        if self._promises:
+            for promised in self._promised:
+                promised[given] = False
+        self._hold(i, row, given)
+
+    def _claim(self, i: int, row: int, given: Int64s) -> None:
+        """Take in that a request has got the blocks that it was promised, which were retired then.
+
+        Others may have found there since what was brought.
+        """
+        self._promised[i][given] = False
+        self._hold(i, row, given)
+
+    def _hold(self, i: int, row: int | Int64s, given: Int64s) -> None:
+        """Note who has blocks, and who had them up to now; see `_take`."""
         for n, holders in enumerate(self._holders):
             others = holders[given]
             if np.logical_or.reduce(others):
@@ -207,7 +252,39 @@ class Blocks:
         """
         for i, group in enumerate(self._groups):
             if ids := blocks[group.number][-(-hit // group.block_size) :]:
-                self._take(i, 0, np.array(ids, np.int64))
+                given = np.array(ids, np.int64)
+                self._take(i, 0, given)
+                self._promised[i][given[given > 0]] = True
+                self._promises = True
+
+    def came(self, number: int, blocks: Sequence[int]) -> None:
+        """Take in that what was promised has come to blocks of a group of vLLM's, with its records."""
+        for i, group in enumerate(self._groups):
+            if group.number == number:
+                self._promised[i][blocks] = False
+
+    def take_unseen(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the int64 slots of blocks that were hit in this step though nobody has seen what was brought there.
+
+        Whoever it was brought for has not come, or not yet. With the number of vLLM's group.
+        """
+        unseen = []
+        hits, self._hits = self._hits, []
+        for i, blocks in hits:
+            found = blocks[self._promised[i][blocks]]
+            if len(found):
+                self._promised[i][found] = False
+                group = self._groups[i]
+                unseen.append((group.number, torch.from_numpy(slots_of(found, group.block_size))))
+        if self._promises:
+            self._promises = any(map(np.logical_or.reduce, self._promised))
+        return unseen
+
+    @property
+    def fresh(self) -> Int64s:
+        """int64 blocks that were handed out since the last `take_fresh`, in whatever group."""
+        parts = list(chain.from_iterable(self._fresh))
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
     def slots(self, row: int, start: int, end: int) -> dict[int, torch.Tensor]:
         """Return the int64 slots of positions [start, end) of a row, by the number of vLLM's group; 0 where none is."""

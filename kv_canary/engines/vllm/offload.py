@@ -1,9 +1,9 @@
 """vLLM's KV in host memory (`OffloadingConnector`): records and seals go there and back with it, and are watched there.
 
 The connector's scheduler says which blocks are copied to which chunks of host memory, a chunk being one or more blocks
-of one group, and back; its worker copies them in streams of its own, and says later that it has. Of a load no request
-knows before that: its blocks are only then given to the request that has waited for it, which is when their records
-come back.
+of one group, and back; its worker copies them in streams of its own, and says later that it has. Records of a load come
+back as the step behind that begins, whether or not the request that has waited for it is still there: what was loaded
+may be found in the prefix cache from then on.
 """
 
 from __future__ import annotations
@@ -117,9 +117,12 @@ class Offload:
                 self._size_of[self._tiers[pool]] = group.block_size
             if self._tiers[pool] not in self._of[group.number]:
                 self._of[group.number].append(self._tiers[pool])
-        # Of each group's block on the device: the load that has brought something there which nobody has asked for yet,
-        # and its first slot's place among those of the load.
-        self._loaded: dict[int, dict[int, tuple[_Loaded, int]]] = {g.number: {} for g in groups}
+        # Of each group's block on the device: the load that brings something there, None once its records are
+        # back; until the request that it is for asks for it, or the block is handed out again.
+        self._loaded: dict[int, dict[int, _Loaded | None]] = {g.number: {} for g in groups}
+        # Loads under way, by job, and those that are over.
+        self._loads: dict[int, list[_Loaded]] = {}
+        self._arrived: list[_Loaded] = []
         self._backups: dict[int, list[tuple[HostTier, Backup]]] = {}
         for name, wrapper in (
             ("submit_store", self._store),
@@ -166,46 +169,57 @@ class Offload:
                     if entry.req_id in scheduled.finished_req_ids or job in (told.jobs_to_flush or ()):
                         self._back_up(job, entry.src_spec, entry.dst_spec)
 
-    def take(self, group: AttachedGroup, slots: torch.Tensor) -> torch.Tensor:
-        """Give slots of a group that were loaded from here their records and seals, and hold them against these.
+    def land(self) -> list[tuple[int, list[int]]]:
+        """Give what has been loaded since the last call its records and seals, and hold it against these.
 
-        On the stream of the forwards, before the first one that reads them. Return the slots, 0 where they were.
+        On the stream of the forwards, before the first one that may read it, and behind what retires blocks that are
+        handed out. Return the blocks, each with the number of vLLM's group.
+        """
+        arrived, self._arrived = self._arrived, []
+        landed, tiers = list[tuple[int, list[int]]](), dict[HostTier, None]()
+        for load in arrived:
+            loaded, size = self._loaded[load.number], self._sizes[load.number]
+            # Some may be others' by now.
+            which = [n for n, block in enumerate(load.blocks) if loaded.get(block) is load]
+            if not which:
+                continue
+            blocks = [load.blocks[n] for n in which]
+            places, slots = (torch.from_numpy(slots_of(np.array(x, np.int64), size)) for x in (which, blocks))
+            for tier, fetched in load.fetched.items():
+                tier.put_back(fetched.only(places), slots)
+                tiers[tier] = None
+            loaded.update(dict.fromkeys(blocks, None))
+            landed.append((load.number, blocks))
+        for tier in tiers:
+            tier.land()
+        return landed
+
+    def take(self, group: AttachedGroup, slots: torch.Tensor) -> torch.Tensor:
+        """Return slots of a group that were brought for a request, 0 where they came from here, with their records.
 
         Args:
             group: the group.
             slots: int64 [n] on the CPU.
         """
-        tier, numbers, size = self._tiers[group.group.pool], slots.numpy(), self._sizes[group.number]
-        blocks, of_slot = np.unique(numbers // size, return_inverse=True)
-        found = list(map(self._loaded[group.number].get, blocks.tolist()))
-        loads = list(dict.fromkeys(entry[0] for entry in found if entry is not None))
-        unknown = slots.clone()
-        for load in loads:
-            # A block's first slot among those of the load; -1 where it brought the block nothing.
-            firsts = np.array([-1 if entry is None or entry[0] is not load else entry[1] for entry in found])[of_slot]
-            at = np.flatnonzero(firsts >= 0)
-            its = torch.from_numpy(firsts[at] + numbers[at] % size)
-            tier.put_back(load.fetched[tier].only(its), slots[torch.from_numpy(at)])
-            unknown[torch.from_numpy(at)] = 0
-        if loads:
-            tier.land()
-        return unknown
+        loaded, size = self._loaded[group.number], self._sizes[group.number]
+        blocks, of_slot = np.unique(slots.numpy() // size, return_inverse=True)
+        is_here = np.array([block in loaded and loaded[block] is None for block in blocks.tolist()], np.bool_)
+        return torch.where(torch.from_numpy(is_here[of_slot]), 0, slots)
 
     def took(self, number: int, slots: torch.Tensor) -> None:
         """Take in that nobody asks for slots of a group of vLLM's any more."""
         self._drop(number, np.unique(slots.numpy() // self._sizes[number]).tolist())
 
-    def hand_out(self, blocks: Sequence[Sequence[int]], hit: int) -> None:
-        """Take in that blocks were handed out for what a connector is about to bring.
-
-        Who was to have what was loaded there before has been given up.
+    def hand_out(self, blocks: np.ndarray) -> None:
+        """Take in that blocks were handed out: what was loaded there before is nobody's any more.
 
         Args:
-            blocks: of each of vLLM's groups, all that the request has.
-            hit: tokens that were found in the cache: blocks behind those that these fill are handed out.
+            blocks: int64, of any group: all groups' are numbered together.
         """
-        for number, size in self._sizes.items():
-            self._drop(number, blocks[number][-(-hit // size) :])
+        if any(self._loaded.values()):
+            given = blocks.tolist()
+            for number in self._loaded:
+                self._drop(number, given)
 
     def _drop(self, number: int, blocks: Iterable[int]) -> None:
         loaded = self._loaded[number]
@@ -217,6 +231,8 @@ class Offload:
         for tier in self.tiers:
             tier.forget()
         self._backups.clear()
+        self._loads.clear()
+        self._arrived.clear()
         for loaded in self._loaded.values():
             loaded.clear()
 
@@ -244,20 +260,28 @@ class Offload:
 
     def _load(self, original: Callable[..., Any], job: int, source: Any, target: Any, *more: Any) -> Any:
         with self._followed("a load from the host"):
+            loads = self._loads[job] = list[_Loaded]()
             for number, here, there in self._pairs(target, source.block_ids):
                 size, host = self._sizes[number], torch.from_numpy(there)
-                # Now: once the bytes are here, vLLM may give the host's slots to others before anybody asks.
-                load = _Loaded(fetched={tier: tier.fetch(host) for tier in self._of[number]})
-                for n, block in enumerate((here[::size] // size).tolist()):
-                    self._loaded[number][block] = load, n * size
+                # Now: once the bytes are here, vLLM may give the host's slots to others.
+                fetched = {tier: tier.fetch(host) for tier in self._of[number]}
+                load = _Loaded(number=number, blocks=(here[::size] // size).tolist(), fetched=fetched)
+                self._loaded[number].update(dict.fromkeys(load.blocks, load))
+                loads.append(load)
         return original(job, source, target, *more)
 
     def _finish(self, original: Callable[..., Any]) -> Any:
         results = original()
-        with self._followed("a backup to the host"):
+        with self._followed("a transfer to or from the host"):
             for result in results:
                 for tier, backup in self._backups.pop(result.job_id, ()):
                     tier.backed_up(backup)
+                loads = self._loads.pop(result.job_id, ())
+                if result.success:
+                    self._arrived += loads
+                    continue
+                for load in loads:
+                    self._drop(load.number, load.blocks)
         return results
 
     def _back_up(self, job: int, source: Any, target: Any) -> None:
@@ -308,8 +332,10 @@ class _Pair(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Loaded:
-    """What the slots of a group that a load is between had on the host as it was submitted, by tier."""
+    """A load of blocks of a group, and what their slots had on the host as it was submitted, by tier."""
 
+    number: int
+    blocks: Sequence[int]
     fetched: Mapping[HostTier, Fetched]
 
 

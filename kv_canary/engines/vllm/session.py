@@ -530,9 +530,6 @@ class Session:
             if scheduled.finished_req_ids or scheduled.preempted_req_ids:
                 self._leave(scheduled.finished_req_ids, scheduled.preempted_req_ids or ())
             told = self._told(scheduled)
-            if self.offload is not None:
-                for brought in chain(told.coming.values(), told.now.values()):
-                    self.offload.hand_out(brought.blocks, brought.start)
             if self._may_discard:
                 self._discard(scheduled.scheduled_cached_reqs)
             for new in scheduled.scheduled_new_reqs:
@@ -542,9 +539,13 @@ class Session:
                 self._blocks.promise(coming.blocks, coming.start)
             if self._blocks.handed_out or scheduled.kv_cache_block_copies:
                 self._hand_out(scheduled.kv_cache_block_copies or ())
+            if self.offload is not None:
+                for number, blocks in self.offload.land():
+                    self._blocks.came(number, blocks)
             if self._brought:
                 arrived, self._brought = self._brought, []
                 self._adopt(arrived)
+            self._unverify_unseen()
         if step.failed or part.failed or self._has_missed:
             # Who is running has text or blocks that nobody knows, and is left out until it ends.
             self._has_missed = False
@@ -602,7 +603,13 @@ class Session:
         """Take in the blocks of a request that begins, or goes on after a break, and what was brought into them."""
         here, now = told.here.get(member.name), told.now.get(member.name)
         brought = here or now
-        self._blocks.admit(member.row, blocks, computed, hit=None if brought is None else min(brought.start, computed))
+        self._blocks.admit(
+            member.row,
+            blocks,
+            computed,
+            hit=None if brought is None else min(brought.start, computed),
+            promised=None if here is None else here.blocks,
+        )
         if brought is not None and brought.start < (end := min(brought.end, computed)):
             arrival = Arrival(member=member, owner=member.owner, start=brought.start, end=end)
             (self._brought if now is None else self._arriving).append(arrival)
@@ -642,6 +649,13 @@ class Session:
                 if self.offload is not None:
                     self.offload.took(number, its)
 
+    def _unverify_unseen(self) -> None:
+        """Take in what was hit of what was brought for others, who were given up before they came, or still wait."""
+        for number, slots in self._blocks.take_unseen():
+            for group in self.groups:
+                if group.number == number:
+                    self.manager.unverify(group.group.pool, slots)
+
     def _drop_arrivals(self) -> None:
         """Take in that nobody can say what was brought for a step whose forward nobody has followed."""
         arrivals, self._arriving = self._arriving, []
@@ -677,6 +691,8 @@ class Session:
 
     def _hand_out(self, copies: Sequence[Any]) -> None:
         """Take in blocks that were handed out, in whatever group they have been before, and blocks that are copied."""
+        if self.offload is not None:
+            self.offload.hand_out(self._blocks.fresh)
         # Of most blocks nothing is left that could be retired; it is where not all that was written was followed.
         for _, slots in self._blocks.take_fresh(only_recorded=self.manager.unverified.is_clean):
             for pool in self.manager.pools:
