@@ -13,6 +13,7 @@ import torch
 from kv_canary.engines.vllm import requests as kept
 from kv_canary.engines.vllm.blocks import Blocks
 from kv_canary.engines.vllm.inputs import RunnerV2, StepInputs
+from kv_canary.engines.vllm.pools import may_hash_parts
 from kv_canary.engines.vllm.requests import Requests, identity_of, with_images
 from kv_canary.engines.vllm.results import Once
 from kv_canary.runtime.batch import ModelInputs
@@ -26,8 +27,8 @@ def group(number: int = 0, *, window: int = 0) -> Any:
     )
 
 
-def blocks(*groups: Any, caches: bool = True) -> Blocks:
-    return Blocks(groups or (group(),), num_rows=8, max_len=40, num_blocks=32, caches=caches)
+def blocks(*groups: Any, caches: bool = True, caches_parts: bool = False) -> Blocks:
+    return Blocks(groups or (group(),), num_rows=8, max_len=40, num_blocks=32, caches=caches, caches_parts=caches_parts)
 
 
 def int64s(*numbers: int) -> Any:
@@ -160,7 +161,12 @@ def test_what_kv_depends_on_is_of_the_request_and_not_of_the_caches_key() -> Non
     def new(lora: Any = None) -> Any:
         return SimpleNamespace(lora_request=lora)
 
-    adapters = [SimpleNamespace(lora_name=name, lora_int_id=1) for name in ("one", "other")]
+    adapters = [
+        SimpleNamespace(lora_name=name, lora_path=path, lora_int_id=1)
+        for name, path in (("one", "/a"), ("other", "/a"), ("one", "/b"))
+    ]
+    again = SimpleNamespace(lora_name="one", lora_path="/a", lora_int_id=2)
+    assert identity_of(new(again), salt=None) == identity_of(new(adapters[0]), salt=None)
     words = [identity_of(new(), salt=None), *(identity_of(new(x), salt=None) for x in adapters)]
     words += [identity_of(new(), salt="a"), identity_of(new(), salt="b"), identity_of(new(adapters[0]), salt="a")]
     assert words[0] == 0
@@ -253,6 +259,28 @@ def test_of_a_request_that_has_ended_what_nobody_can_hit_is_unreachable(caches: 
     assert freed.slots[0].tolist() == list(range(12, 22))
     assert freed.unreachable[0].tolist() == unreachable
     assert found.end(1).slots[0].tolist() == []
+
+
+@pytest.mark.parametrize(("length", "unreachable"), [(7, range(20, 24)), (8, range(20, 24)), (10, range(0))])
+def test_where_parts_are_hashed_a_block_that_is_not_full_may_be_hit(length: int, unreachable: range) -> None:
+    found = blocks(caches_parts=True)
+    found.admit(1, [[3, 4, 5]], 0)
+    found.ends[1] = length
+    assert found.end(1).unreachable[0].tolist() == list(unreachable)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "unit", "may"), [((16,), None, False), ((16, 16), None, False), ((16, 48), None, True), ((16,), 8, True)]
+)
+def test_parts_may_be_hashed_where_blocks_are_larger_than_what_is_hashed(
+    sizes: tuple[int, ...], unit: int | None, may: bool
+) -> None:
+    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size)) for size in sizes]
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=groups)),
+        vllm_config=SimpleNamespace(cache_config=SimpleNamespace(prefix_match_unit=unit)),
+    )
+    assert may_hash_parts(worker) == may
 
 
 def test_of_a_window_only_what_it_reads_is_left() -> None:

@@ -93,6 +93,23 @@ def test_an_adapter_that_the_prefix_cache_forgets(
         assert engine.session.manager.reports[0].request_id.startswith("again 1")
 
 
+def test_an_adapter_that_is_unloaded_and_loaded_again_finds_its_prefix(model: Model, tmp_path: Path) -> None:
+    """vLLM's server gives it another number each time."""
+    from vllm.lora.request import LoRARequest
+
+    folder = model("llama")
+    path = save_adapter(tmp_path / "adapter", folder, seed=1)
+    with Engine(folder, canary={}, enable_lora=True, max_loras=2, max_lora_rank=8) as engine:
+        for number, name in enumerate(("first", "again"), 1):
+            engine.submit(name, PROMPT, new_tokens=4, lora=LoRARequest("mine", number, path))
+            engine.run()
+            engine.llm.llm_engine.remove_lora(number)
+        assert engine.outputs["first"] == engine.outputs["again"]
+        assert found_in(engine) == []
+        summary = engine.session.manager.summary()
+        assert (summary.watching, summary.failures) == ("complete", {})
+
+
 @pytest.mark.parametrize("runner", ["V1", "V2"])
 def test_a_picture_that_the_prefix_cache_forgets(
     tmp_path: Path, runner: Runner, monkeypatch: pytest.MonkeyPatch

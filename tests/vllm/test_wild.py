@@ -1,4 +1,4 @@
-"""A bug of stock vLLM that gives wrong text: found as it is, in the step that it happens in, and silent once mended."""
+"""Bugs of stock vLLM that give wrong text: found as they are, in the step that they happen in, and silent once mended."""
 
 from __future__ import annotations
 
@@ -60,3 +60,68 @@ def test_a_load_that_failed_and_is_computed_again(
         assert any("the forward's positions are off by 170" in incident.cause for incident in told)
         assert any("the length on the device is off by 170" in incident.cause for incident in told)
         assert all(name.startswith("second") for incident in incidents for name in incident.requests)
+
+
+def forget_what_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take what a request that is preempted has not computed out of the prefix cache."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempt = Scheduler._preempt_request
+
+    def mended(self: Any, request: Any, *args: Any, **options: Any) -> None:
+        [blocks] = self.kv_cache_manager.get_block_ids(request.request_id)
+        rest = blocks[request.num_computed_tokens // self.block_size :]
+        self.kv_cache_manager.block_pool.evict_blocks(set(rest))
+        preempt(self, request, *args, **options)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", mended)
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("is_mended", [False, True])
+def test_a_request_that_is_preempted_by_priority_in_the_step_that_it_was_scheduled_in(
+    model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, runner: Runner, is_mended: bool
+) -> None:
+    """vllm#57580: its blocks are in the prefix cache as soon as they are handed out, and stay, and nobody computes them."""
+    from vllm import SamplingParams
+
+    if is_mended:
+        forget_what_is_not_computed(monkeypatch)
+    arguments = {
+        "scheduling_policy": "priority",
+        "max_num_batched_tokens": 200,
+        "long_prefill_token_threshold": 64,
+        "max_model_len": 416,
+        "scheduler_reserve_full_isl": False,
+    }
+    document, other = [(7 * n) % 900 + 3 for n in range(400)], [5, *range(30, 123)]
+
+    def serve(blocks: int, canary: dict[str, str] | None) -> tuple[list[int], list[Any]]:
+        with Engine(
+            model("llama"), runner=runner, canary=canary, num_gpu_blocks_override=blocks, **arguments
+        ) as engine:
+
+            def submit(name: str, prompt: list[int], *, new_tokens: int, priority: int) -> None:
+                sampling = SamplingParams(temperature=0, max_tokens=new_tokens, detokenize=False, ignore_eos=True)
+                engine.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling, priority=priority)
+
+            submit("patient", document, new_tokens=4, priority=5)
+            engine.step()
+            submit("urgent", other, new_tokens=8, priority=0)
+            engine.run()
+            [text] = [tokens for name, tokens in engine.outputs.items() if name.startswith("patient")]
+            if canary is None:
+                return text, []
+            engine.session.manager.flush()
+            assert engine.session.manager.guard.failures == {}
+            return text, engine.session.manager.incidents
+
+    expected, _ = serve(60, None)
+    found, incidents = serve(14, {})
+    if is_mended:
+        assert (found, incidents) == (expected, [])
+        return
+    assert found != expected
+    [incident] = [incident for incident in incidents if "NEVER_WRITTEN" in incident.reasons]
+    assert incident.first_step == min(each.first_step for each in incidents)
+    assert all(name.startswith("patient") for each in incidents for name in each.requests)

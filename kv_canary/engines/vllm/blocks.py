@@ -39,12 +39,20 @@ class Blocks:
         max_len: tokens of one request.
         num_blocks: that the scheduler hands out.
         caches: whether full blocks stay in a prefix cache when they are given back.
+        caches_parts: whether the last block may, too, though it is not full.
     """
 
     def __init__(
-        self, groups: Sequence[AttachedGroup], *, num_rows: int, max_len: int, num_blocks: int, caches: bool
+        self,
+        groups: Sequence[AttachedGroup],
+        *,
+        num_rows: int,
+        max_len: int,
+        num_blocks: int,
+        caches: bool,
+        caches_parts: bool = False,
     ) -> None:
-        self._groups, self._caches = groups, caches
+        self._groups, self._caches, self._caches_parts = groups, caches, caches_parts
         # A block more than positions need: lookahead of drafts.
         self._tables: list[Int32s] = [np.zeros((num_rows, -(-max_len // g.block_size) + 2), np.int32) for g in groups]
         self._counts = [np.zeros(num_rows, np.int64) for _ in groups]
@@ -345,7 +353,9 @@ class Blocks:
             if lists:
                 freed.slots[name] = torch.from_numpy(slots_of(blocks, size)[first:length].copy())
             # Blocks that are full are found by their content as long as nobody is given them.
-            first = length // size if self._caches else first // size
+            if self._caches:
+                first = length + (size - 1 if self._caches_parts else 0)
+            first //= size
             left = blocks[first:]
             freed.unreachable[name] = torch.from_numpy(slots_of(left, size))
             self._is_recorded[left[is_mine[first:]]] = False

@@ -117,6 +117,17 @@ def first_of_each(groups: Iterable[AttachedGroup]) -> list[AttachedGroup]:
     return list(firsts.values())
 
 
+def may_hash_parts(worker: Any) -> bool:
+    """Whether vLLM's prefix cache may find a block that is not full, of a prompt that ends in it.
+
+    It may with states of Mamba's whose blocks are larger than what is hashed at a time, which is the sizes' greatest common
+    divisor unless it is set; how the scheduler decides is not looked into.
+    """
+    sizes = {group.kv_cache_spec.block_size for group in worker.model_runner.kv_cache_config.kv_cache_groups}
+    unit = getattr(worker.vllm_config.cache_config, "prefix_match_unit", None)
+    return len(sizes) > 1 or (unit is not None and sizes != {unit})
+
+
 def _why_uncovered(spec: Any) -> str:
     """Return why slots of layers do not hold one token each, in words; nothing where they do.
 

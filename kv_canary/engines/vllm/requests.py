@@ -509,7 +509,8 @@ def identity_of(new: Any, *, salt: str | None) -> int:
     """
     parts: list[int | str] = []
     if (lora := new.lora_request) is not None:
-        parts += ["lora", lora.lora_name, lora.lora_int_id]
+        # As vLLM's prefix cache tells them apart: an adapter that is loaded again has another number.
+        parts += ["lora", lora.lora_name, lora.lora_path]
     if salt:
         parts += ["cache_salt", salt]
     return identity_word(*parts)

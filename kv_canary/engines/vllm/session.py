@@ -138,6 +138,7 @@ class Session:
             max_len=longest,
             num_blocks=self.runner.kv_cache_config.num_blocks,
             caches=bool(settings.cache_config.enable_prefix_caching),
+            caches_parts=pools.may_hash_parts(worker),
         )
         self._reader = (RunnerV2 if self._is_v2 else RunnerV1)(self.runner, self.groups)
         self.manager = CanaryManager(
@@ -915,8 +916,9 @@ class Session:
         once = Once(read)
         if self._reads or self._waits:
             self._unread.append(once)
-        if not self._reads:
-            result.get_output = once
+        # Whoever else asks gets the same: behind some executors, every rank's results are asked for, and vLLM's own answer
+        # only once.
+        result.get_output = once
 
     def _take_output(self, composed: Composed, output: Any) -> None:
         try:
