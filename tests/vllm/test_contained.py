@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kv_canary.difftest.stress.vllm.engine import Engine, Runner, drafts_of
+from kv_canary.engines.vllm.session import Session
 
 Model = Callable[[str], str]
 # So many that every request is handed out another block on the way.
@@ -135,6 +136,33 @@ def test_one_failure_in_the_midst_of_requests_makes_no_false_alarm(
         manager.flush()
         assert manager.summary().positions_verified > before
         assert manager.summary().violations == 0
+
+
+def test_who_finds_blocks_of_a_request_that_could_not_be_followed_takes_them_in(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, its = [], Session._known
+
+    def fails(self: Any, inputs: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise ZeroDivisionError("on purpose")
+        return its(self, inputs)
+
+    monkeypatch.setattr(Session, "_known", fails)
+    with Engine(model("llama"), canary={}) as engine:
+        engine.submit("first", range(20, 90), new_tokens=NEW)
+        engine.step()
+        # Its forwards are followed.
+        engine.submit("beside", range(120, 190), new_tokens=2 * NEW)
+        engine.run()
+        engine.submit("second", range(20, 90), new_tokens=NEW)
+        engine.run()
+        manager = engine.session.manager
+        manager.flush()
+        assert manager.guard.failures
+        assert [report.sentence for report in manager.reports] == []
+        assert manager.summary().unverified == 64
 
 
 @pytest.mark.parametrize("by_graph", [False, True])

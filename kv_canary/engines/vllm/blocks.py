@@ -334,13 +334,15 @@ class Blocks:
         self._twice = []
         return taken
 
-    def end(self, row: int, *, lists: bool = True) -> Freed:
+    def end(self, row: int, *, lists: bool = True, is_known: bool = True) -> Freed:
         """Take in that the request of a row has given its blocks back, and return what it has left behind.
 
         Args:
             row: the request's.
             lists: whether the slots of all of its positions are asked for; what is unreachable always is, and is to be
                 retired before any of it is handed out again.
+            is_known: whether all of the request's forwards have been followed; else nobody can say what of its blocks
+                is full, and found by others.
         """
         freed, length = Freed(), int(self.ends[row])
         for i, group in enumerate(self._groups):
@@ -354,7 +356,7 @@ class Blocks:
                 freed.slots[name] = torch.from_numpy(slots_of(blocks, size)[first:length].copy())
             # Blocks that are full are found by their content as long as nobody is given them.
             if self._caches:
-                first = length + (size - 1 if self._caches_parts else 0)
+                first = length + (size - 1 if self._caches_parts else 0) if is_known else count * size
             first //= size
             left = blocks[first:]
             freed.unreachable[name] = torch.from_numpy(slots_of(left, size))

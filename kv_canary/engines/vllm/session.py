@@ -678,7 +678,7 @@ class Session:
                 continue
             self.manager.row_ended(member.row)
             lists = is_over and completes
-            freed = self._blocks.end(member.row, lists=lists)
+            freed = self._blocks.end(member.row, lists=lists, is_known=not member.is_lost)
             if lists and any(map(len, freed.slots.values())):
                 self.manager.complete(member.name, {g.group.name: freed.slots[g.number] for g in self.groups})
             left.append((member.owner, freed))
