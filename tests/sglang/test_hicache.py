@@ -709,6 +709,32 @@ def test_a_tier_that_fails_in_log_mode_costs_no_more_than_its_watch(llama, monke
     assert state["failures"]
 
 
+def test_what_is_backed_up_behind_a_forward_that_could_not_be_followed_is_taken_in_as_it_is(llama, monkeypatch):
+    scheduler = watched(llama)
+    served(scheduler, [Tokens(6)(96)])
+    failed, its = [], session.Session._described
+
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("of the canary's own")
+        return its(self, *args, **kwargs)
+
+    monkeypatch.setattr(session.Session, "_described", fails)
+    monkeypatch.setattr(session.Session, "_repeat", lambda self, *args: None)
+    # Of one chunk: it is backed up before there is another forward.
+    prompt = PROMPT[:48]
+    for _ in range(2):
+        [req] = served(scheduler, [prompt])
+        assert engine.is_greedy(llama, prompt, req.output_ids)
+        fill(scheduler)
+    looked_at()
+    assert failed
+    assert session.current().status()["failures"]
+    assert [r.sentence for r in session.current().manager.reports] == []
+    assert all(tier.facts.backed_up > 0 for tier in tiers())
+
+
 @pytest.mark.parametrize(
     "part", ["rows_of", "expect", "bring", "_read", "_store", "_backed_up", "_coming", "_came", "_pages"]
 )

@@ -19,6 +19,7 @@ from kv_canary.difftest.stress.vllm import tiers as campaign
 from kv_canary.difftest.stress.vllm.engine import VOCABULARY, Engine, Runner, Traffic, drafts_of, save_model
 from kv_canary.engines.vllm import offload
 from kv_canary.engines.vllm.pools import AttachedGroup
+from kv_canary.engines.vllm.session import Session
 from kv_canary.engines.vllm.told import Brought, Told
 from kv_canary.tier import HostTier
 
@@ -205,6 +206,26 @@ def test_a_tier_that_fails_in_log_mode_costs_no_more_than_its_watch(
 
     monkeypatch.setattr(HostTier, part, fails)
     served_again(hosted)
+    assert hosted.session.manager.guard.failures
+    assert [report.sentence for report in hosted.session.manager.reports] == []
+
+
+def test_what_is_stored_behind_a_forward_that_could_not_be_followed_is_taken_in_as_it_is(
+    hosted: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosted.session.manager.guard.contains = True
+    failed, its = [], Session._known
+
+    def fails(self: Any, inputs: Any) -> Any:
+        if not failed and inputs.extend.sum() > 70:
+            # A chunk of a prompt: it fills blocks, whose store is queued.
+            failed.append(True)
+            raise RuntimeError("of the canary's own")
+        return its(self, inputs)
+
+    monkeypatch.setattr(Session, "_known", fails)
+    served_again(hosted)
+    assert failed
     assert hosted.session.manager.guard.failures
     assert [report.sentence for report in hosted.session.manager.reports] == []
 

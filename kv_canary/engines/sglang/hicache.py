@@ -90,12 +90,13 @@ class HostTiers:
         updates: Callable[[], int],
     ) -> None:
         self._following, self._retire_freed, self._device = following, retire_freed, manager.device
+        self._unverified = manager.unverified
         self._controller = controller = scheduler.tree_cache.cache_controller
         # What the controller is about to copy.
         self._operation: Any = None
         self._tiers: list[HostTier] = []
         self.is_loading = False
-        patches.wrap(controller, "_move_write_operation", self._note)
+        patches.wrap(controller, "_move_write_operation", self._note_write)
         patches.wrap(controller, "_move_op_indices", self._note)
         patches.wrap(controller, "start_loading", self._start_loading)
         patches.wrap(controller, "write_storage", self._write_storage)
@@ -248,6 +249,14 @@ class HostTiers:
     def _note(self, original: Callable[..., Any], operation: Any, *args: Any, **kwargs: Any) -> Any:
         self._operation = operation
         return original(operation, *args, **kwargs)
+
+    def _note_write(self, original: Callable[..., Any], operation: Any, *args: Any, **kwargs: Any) -> Any:
+        """Called around the beginning of a backup, which waits for all that is launched where forwards run."""
+        if not self._unverified.is_clean:
+            with self._following("a backup to the host"), self._on_forwards_stream():
+                # Where something could not be followed, the records that it would take along are nobody's.
+                self._unverified.settle_debts()
+        return self._note(original, operation, *args, **kwargs)
 
     def _slots(self, entry: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slots that the copy under way is between, on the device and on the host."""

@@ -158,6 +158,8 @@ class Offload:
             scheduled: vLLM's `SchedulerOutput` of the step that begins.
         """
         with self._followed("a backup to the host"):
+            # Where something could not be followed, the records that stores would take along are nobody's.
+            self._manager.unverified.settle_debts()
             for job, source, target in getattr(self._side, _QUEUED):
                 self._back_up(job, source, target)
             sent = scheduled.kv_connector_metadata
