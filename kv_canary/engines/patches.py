@@ -71,6 +71,12 @@ class Patches:
         _method(target, name)
         self._undo.append(_Dispatcher.watch(target, name, _Around(name, wrapper, self._failed)))
 
+    def inner(self) -> Patches:
+        """Return patches that are taken back with these, or before, on their own; failures of both are told alike."""
+        inner = Patches(failed=self._failed)
+        self._undo.append(inner.undo_all)
+        return inner
+
     def expect_unwatched(self, target: Any, name: str) -> None:
         """See that no other canary has wrapped `target.name`.
 

@@ -90,6 +90,27 @@ def test_what_the_cache_keeps_apart_is_reused_in_silence(llama: str) -> None:
     assert found() == {}
 
 
+@pytest.mark.parametrize("salts", [("x", None, "y"), (None, "x", "x")])
+def test_turns_of_a_session_that_streams_find_its_own_kv_whatever_their_keys(
+    llama: str, salts: tuple[str | None, ...]
+) -> None:
+    from sglang.srt.managers.io_struct import OpenSessionReqInput, SessionParams
+
+    scheduler = build(llama, page_size=1, enable_streaming_session=True)
+    opened = OpenSessionReqInput(capacity_of_str_len=1000, session_id="s", streaming=True)
+    scheduler.process_input_requests([opened])
+    for n, salt in enumerate(salts):
+        keys = {"cache_salt": salt, "extra_key": salt and f"key {salt}"}
+        turn = ask(scheduler, tokens(20, seed=n), f"turn {n}", session_params=SessionParams(id="s"), **keys)
+        assert (turn.cached_tokens > 0) == (n > 0)
+        assert engine.is_greedy(llama, list(turn.origin_input_ids), list(turn.output_ids))
+    assert found() == {}
+    # What the first turn has published is found under its own keys.
+    other = ask(scheduler, tokens(20), "other", cache_salt=salts[0], extra_key=salts[0] and f"key {salts[0]}")
+    assert other.cached_tokens > 0
+    assert found() == {}
+
+
 def test_a_key_that_forgets_the_salt_is_found(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 

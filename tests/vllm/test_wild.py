@@ -1,4 +1,4 @@
-"""Bugs of stock vLLM that give wrong text: found as they are, in the step that they happen in, and silent once mended."""
+"""Bugs of stock vLLM that give wrong text: found as they are, in the step they happen in, and silent once mended."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def forget_what_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_request_that_is_preempted_by_priority_in_the_step_that_it_was_scheduled_in(
     model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, runner: Runner, is_mended: bool
 ) -> None:
-    """vllm#57580: its blocks are in the prefix cache as soon as they are handed out, and stay, and nobody computes them."""
+    """vllm#57580: its blocks are in the prefix cache as soon as they are handed out, and nobody computes them."""
     from vllm import SamplingParams
 
     if is_mended:

@@ -80,7 +80,7 @@ class StoredPages:
         self._controller, self._primary = controller, primary
         # Not those of pools that are not watched.
         self._tiers = {name: mine for name, mine in tiers.items() if mine}
-        self._manager, self._patches, self._updates = manager, patches, updates
+        self._manager, self._updates = manager, updates
         self._has_adapters = has_adapters
         self._pools = {entry.name.value: entry.host_pool for entry in controller.mem_pool_host.entries}
         # No other process has it: identities of requests may count what only this one knows.
@@ -92,11 +92,13 @@ class StoredPages:
         self._lock, self._counts = threading.Lock(), Counter[str]()
         # Whether something has failed that what comes depends on, so that nobody can say what has come.
         self._failed = False
-        # None where there is no storage, or none of files.
+        # None where there is no storage, or none of files; what of it is wrapped.
         self._backend: Any = None
+        self._of_backend = patches.inner()
         patches.wrap(controller, "_page_backup", self._back_up)
         patches.wrap(controller, "_page_transfer_kv_batch", self._transfer)
         patches.wrap(controller, "attach_storage_backend", self._attach)
+        patches.wrap(controller, "detach_storage_backend", self._detach)
         if controller.enable_storage:
             self._watch()
 
@@ -116,8 +118,16 @@ class StoredPages:
         self._contained("attaching to storage", self._watch)
         return result
 
+    def _detach(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        # Else each one that was ever attached would stay.
+        self._of_backend.undo_all()
+        self._backend = None
+        return result
+
     def _watch(self) -> None:
         """Follow the backend's transfers of pools that have not a page for every page of tokens."""
+        self._of_backend.undo_all()
         backend = self._controller.storage_backend
         self._backend = backend if type(backend).__name__ == _BACKEND else None
         if self._backend is None:
@@ -126,8 +136,8 @@ class StoredPages:
                 "counted: only the file backend keeps their records",
                 type(backend).__name__,
             )
-        self._patches.wrap(backend, "batch_set_v2", self._set)
-        self._patches.wrap(backend, "batch_get_v2", self._get)
+        self._of_backend.wrap(backend, "batch_set_v2", self._set)
+        self._of_backend.wrap(backend, "batch_get_v2", self._get)
 
     # What goes to storage.
 

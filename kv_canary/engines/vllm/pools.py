@@ -120,8 +120,8 @@ def first_of_each(groups: Iterable[AttachedGroup]) -> list[AttachedGroup]:
 def may_hash_parts(worker: Any) -> bool:
     """Whether vLLM's prefix cache may find a block that is not full, of a prompt that ends in it.
 
-    It may with states of Mamba's whose blocks are larger than what is hashed at a time, which is the sizes' greatest common
-    divisor unless it is set; how the scheduler decides is not looked into.
+    It may with states of Mamba's whose blocks are larger than what is hashed at a time, which is the sizes' greatest
+    common divisor unless it is set; how the scheduler decides is not looked into.
     """
     sizes = {group.kv_cache_spec.block_size for group in worker.model_runner.kv_cache_config.kv_cache_groups}
     unit = getattr(worker.vllm_config.cache_config, "prefix_match_unit", None)

@@ -916,8 +916,8 @@ class Session:
         once = Once(read)
         if self._reads or self._waits:
             self._unread.append(once)
-        # Whoever else asks gets the same: behind some executors, every rank's results are asked for, and vLLM's own answer
-        # only once.
+        # Whoever else asks gets the same: behind some executors, every rank's results are asked for, and vLLM's own
+        # answer only once.
         result.get_output = once
 
     def _take_output(self, composed: Composed, output: Any) -> None:
