@@ -543,6 +543,8 @@ class Session:
             if self.offload is not None:
                 for number, blocks in self.offload.land():
                     self._blocks.came(number, blocks)
+                    # What is wrong with it is told even if nothing is run.
+                    self._pending = True
             if self._brought:
                 arrived, self._brought = self._brought, []
                 self._adopt(arrived)
