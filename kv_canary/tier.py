@@ -290,10 +290,11 @@ class HostTier:
         """
         host = host_slots.to("cpu", torch.int64) + 1
         self.settle()
-        if self._backups and not self._is(self._there, host.numpy()).all():
+        numbers = host.numpy()
+        if self._backups and not (self._is(self._there, numbers) | self._is(self._unknown, numbers)).all():
             # The engine loads only what it knows to have arrived: so it is all but there.
             self.settle(waits=True)
-        return self._fetched(host, self._generations[host.numpy()])
+        return self._fetched(host, self._generations[numbers])
 
     def put_back(self, fetched: Fetched, device_slots: torch.Tensor) -> None:
         """Take in that bytes of slots are on the device, whose records and seals are to be there with `land`.
@@ -425,7 +426,9 @@ class HostTier:
             pool.records[load.slots] = records
             manager.unverified.written(pool, load.slots)
             if fetched.gaps.any():
-                manager.unverify(pool, load.slots[on_device(torch.from_numpy(fetched.gaps), load.slots.device)])
+                # By numbers: how many a mask has, a GPU would have to say first.
+                which = torch.from_numpy(np.flatnonzero(fetched.gaps))
+                manager.unverify(pool, load.slots[on_device(which, load.slots.device)])
             manager.arrived(pool, load.slots, rows[:, RECORD_WORDS:] if pool.seals is not None else None)
             self._loaded += len(load.slots)
 

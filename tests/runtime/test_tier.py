@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kv_canary as kc
 from kv_canary import backends
@@ -624,6 +625,30 @@ def test_a_gap_that_was_fetched_is_one_whoever_has_the_place_on_the_host_by_then
     assert t.engine.manager.summary().unverified > 0
 
 
+def test_a_gap_that_comes_back_is_picked_by_its_number() -> None:
+    """A mask on a GPU would have the host wait for what it picks."""
+    t, _, device, host = lived()
+    t.backup(device, host)
+    t.tier.forget()
+    first = t.engine.allocate(t.group.pool, 10)
+    new = torch.arange(first, first + 10)
+    t.tier.load(host, new)
+    picked = []
+
+    class Picks(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten.index.Tensor and args[0].data_ptr() == new.data_ptr():
+                picked.extend(index.dtype for index in args[1])
+            return function(*args, **(kwargs or {}))
+
+    t.copied(host, new, back=True)
+    t.tier.loaded()
+    with Picks():
+        t.tier.land()
+    # What is launched behind that picks as it likes, on a CPU.
+    assert picked[0] == torch.int64
+
+
 def test_what_is_fetched_while_its_backup_is_under_way_waits_for_it() -> None:
     t, _, device, host = lived()
     waited = []
@@ -639,11 +664,14 @@ def test_what_is_fetched_while_its_backup_is_under_way_waits_for_it() -> None:
         def synchronize(self) -> None:
             waited.append(True)
 
+    t.tier.bring(t.tier.expect(torch.arange(40, 50)), None)
     backup = t.tier.backup(device, host)
     backup.arrived = Copy()  # type: ignore[assignment]
     t.copied(host, device, back=False)
     t.tier.backed_up(backup)
     t.tier.fetch(torch.tensor([], dtype=torch.int64))
+    # What nobody can say anything of is not on its way.
+    assert t.tier.fetch(torch.arange(40, 50)).gaps.all()
     assert waited == []
     assert t.tier.fetch(host).rows.any(dim=1).all()
     assert waited == [True]
