@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -505,6 +507,36 @@ def wait_for_files(scheduler: Any, folder: Path) -> None:
     while count != (count := len(list(folder.glob("*.bin")))) and time.monotonic() < end:
         time.sleep(0.5)
         engine.run_all(scheduler)
+
+
+def test_a_storage_backend_that_is_detached_is_let_go(llama, tmp_path, monkeypatch):
+    scheduler = with_files(llama, tmp_path, monkeypatch)
+    cache, gone = scheduler.tree_cache, []
+    for attached in range(3):
+        served(scheduler, [PROMPT])
+        wait_for_files(scheduler, tmp_path)
+        assert scheduler.flush_cache()
+        [req] = served(scheduler, [PROMPT])
+        assert req.cached_tokens > 0
+        looked_at()
+        assert seen() == {}
+        # What was brought before came with records as well.
+        assert in_storage()["brought"] >= (attached + 1) * (req.cached_tokens // 16)
+        assert "brought_without" not in in_storage()
+        assert scheduler.flush_cache()
+        gone.append(weakref.ref(cache.cache_controller.storage_backend))
+        assert cache.detach_storage_backend()[0]
+        done = cache.attach_storage_backend(
+            storage_backend="file",
+            storage_backend_extra_config_json=None,
+            served_model_name="m",
+            hicache_storage_prefetch_policy="wait_complete",
+            hicache_write_policy=None,
+        )
+        assert done[0]
+        cache.prefetch_threshold = cache.cache_controller.prefetch_threshold = 16
+    gc.collect()
+    assert [each() for each in gone] == [None] * 3
 
 
 def test_another_process_holds_what_it_finds_against_what_was_stored(llama, tmp_path, monkeypatch):

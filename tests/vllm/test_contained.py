@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kv_canary.difftest.stress.vllm.engine import Engine, Runner, drafts_of
+from kv_canary.engines.vllm import support
 from kv_canary.engines.vllm.session import Session
 
 Model = Callable[[str], str]
@@ -285,3 +286,21 @@ def test_requests_that_the_engine_makes_up_to_warm_up_are_nobodys(
         status = engine.session.status()
     assert (status["watching"], status["skipped"], status["left_out"], status["violations"]) == ("complete", 0, 0, 0)
     assert status["positions_verified"] == status["positions_relied_on"] > 0
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_results_that_every_rank_is_asked_for_are_read_once(
+    model: Model, monkeypatch: pytest.MonkeyPatch, drafts: bool
+) -> None:
+    """Behind some executors, ranks are asked whose results otherwise nobody asks for, and V1's answer only once."""
+    monkeypatch.setattr(support, "is_output_rank", lambda worker: False)
+    folder = model("llama")
+    options = {"speculative_config": drafts_of("draft_model", folder)} if drafts else {}
+    with Engine(folder, canary={}, asynchronous=True, **options) as engine:
+        for n in range(3):
+            engine.submit(f"r{n}", [7 + n, *range(20, 60)], new_tokens=NEW)
+        engine.run()
+        engine.session.manager.flush()
+        summary = engine.session.manager.summary()
+        assert [len(text) for text in engine.outputs.values()] == [NEW] * 3
+        assert (summary.failures, summary.violations, engine.session.left_out) == ({}, 0, 0)
