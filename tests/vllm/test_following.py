@@ -16,6 +16,7 @@ from kv_canary.engines.vllm.inputs import RunnerV2, StepInputs
 from kv_canary.engines.vllm.pools import may_hash_parts
 from kv_canary.engines.vllm.requests import Requests, identity_of, with_images
 from kv_canary.engines.vllm.results import Once
+from kv_canary.engines.vllm.session import Session
 from kv_canary.runtime.batch import ModelInputs
 
 SIZE = 4
@@ -192,37 +193,58 @@ def test_images_of_other_content_are_other_tokens() -> None:
 def test_blocks_that_are_hit_are_not_handed_out() -> None:
     found = blocks()
     found.admit(1, [[3, 5, 6]], 8)
-    [(_, slots)] = found.take_fresh()
-    assert slots.tolist() == [24, 25, 26, 27]
+    assert found.take_fresh().tolist() == [6]
     found.append(1, [[7]])
-    [(_, slots)] = found.take_fresh()
-    assert slots.tolist() == [28, 29, 30, 31]
-    assert found.take_fresh() == []
+    assert found.take_fresh().tolist() == [7]
+    assert found.take_fresh().tolist() == []
     # Block 0 is nobody's.
     found.admit(2, [[0, 0, 9]], 0)
-    assert [slots.tolist() for _, slots in found.take_fresh()] == [[36, 37, 38, 39]]
+    assert found.take_fresh().tolist() == [9]
+
+
+def test_a_block_that_is_handed_out_is_retired_in_every_pool_by_the_size_that_it_has_there() -> None:
+    """vLLM gives the layers whose tokens are narrower more of these in a block, so that all blocks are as large."""
+    retired: dict[str, list[int]] = {}
+    session = SimpleNamespace(
+        offload=None,
+        groups=[],
+        requests=None,
+        _blocks=blocks(group(), group(1)),
+        _sizes={"narrow": 2 * SIZE, "wide": SIZE},
+        manager=SimpleNamespace(
+            unverified=SimpleNamespace(is_clean=False),
+            retire=lambda pool, slots: retired.setdefault(pool, []).extend(slots.tolist()),
+        ),
+    )
+    session._blocks.admit(1, [[3], [5]], 0)
+    Session._hand_out(session, ())
+    assert retired == {
+        "narrow": [*range(24, 32), *range(40, 48)],
+        "wide": [*range(12, 16), *range(20, 24)],
+    }
+    Session._hand_out(session, ())
+    assert len(retired["narrow"]) == 16
 
 
 def test_a_block_in_which_nobody_has_recorded_anything_since_it_was_retired_is_not_retired_again() -> None:
     found = blocks(group(), group(1))
     found.admit(1, [[3, 4, 5], [13, 14, 15]], 0)
     # Nobody has ever had them.
-    assert found.take_fresh(only_recorded=True) == []
+    assert found.take_fresh(only_recorded=True).tolist() == []
     found.went(int64s(1), int64s(6))
     found.end(1)
     # One is full, and may have been hit until now; the others were retired when they were given back.
     found.admit(2, [[13, 14, 9], [3, 4, 5]], 0)
     assert found.handed_out
-    taken = found.take_fresh(only_recorded=True)
-    assert [(g.number, slots.tolist()[0]) for g, slots in taken] == [(0, 52), (1, 12)]
+    assert found.take_fresh(only_recorded=True).tolist() == [13, 3]
     assert not found.handed_out
     # Somebody has them, or has had them when nobody could follow.
     found.append(4, [[14], []])
-    assert [slots.tolist()[0] for _, slots in found.take_fresh(only_recorded=True)] == [56]
+    assert found.take_fresh(only_recorded=True).tolist() == [14]
     found.copied_to(20)
     found.forget()
     found.append(4, [[20, 21], []])
-    assert [slots.tolist()[::SIZE] for _, slots in found.take_fresh(only_recorded=True)] == [[80, 84]]
+    assert found.take_fresh(only_recorded=True).tolist() == [20, 21]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -245,7 +267,7 @@ def test_blocks_of_several_requests_are_taken_in_as_one_by_one(seed: int) -> Non
         for name in ("_tables", "_counts", "_holders"):
             assert all(map(np.array_equal, getattr(one, name), getattr(other, name))), name
         assert sorted(one._twice) == sorted(other._twice)
-        assert [sorted(s.tolist()) for _, s in one.take_fresh()] == [sorted(s.tolist()) for _, s in other.take_fresh()]
+        assert sorted(one.take_fresh().tolist()) == sorted(other.take_fresh().tolist())
         assert np.array_equal(one._is_recorded, other._is_recorded)
         one._twice, other._twice = [], []
 
@@ -349,7 +371,7 @@ def test_blocks_of_which_nothing_is_known_leave_nothing_behind() -> None:
     found.append(1, [[5]])
     found.ends[1] = 9
     found.forget()
-    assert found.take_fresh() == []
+    assert found.take_fresh().tolist() == []
     assert found.end(1).unreachable[0].tolist() == []
     found.admit(2, [[3]], 0)
     assert found.take_handed_out_twice() == []

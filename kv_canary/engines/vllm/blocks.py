@@ -305,21 +305,18 @@ class Blocks:
             found[group.number] = torch.from_numpy(slots[start - first * size : end - first * size].copy())
         return found
 
-    def take_fresh(self, *, only_recorded: bool = False) -> list[tuple[AttachedGroup, torch.Tensor]]:
-        """Return the int64 slots of blocks that were handed out since the last call, by the group that has them.
+    def take_fresh(self, *, only_recorded: bool = False) -> Int64s:
+        """Return the int64 blocks that were handed out since the last call, in whatever group.
 
         Args:
             only_recorded: whether those are left out in which nobody has recorded anything since they were retired.
         """
-        taken, self.handed_out = [], False
-        for i, group in enumerate(self._groups):
-            if parts := (self._reused if only_recorded else self._fresh)[i]:
-                ids = np.concatenate(parts) if len(parts) > 1 else parts[0]
-                if len(ids):
-                    taken.append((group, torch.from_numpy(slots_of(ids, group.block_size))))
+        self.handed_out, parts = False, []
+        for i in range(len(self._groups)):
             if self._fresh[i]:
+                parts += (self._reused if only_recorded else self._fresh)[i]
                 self._fresh[i], self._reused[i] = [], []
-        return taken
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
     def copied_to(self, block: int) -> None:
         """Take in that a block has the records of another one."""

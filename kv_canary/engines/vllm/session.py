@@ -127,6 +127,8 @@ class Session:
             unfollowed=support.unfollowed_layers(worker, layers, is_v2=self._is_v2),
         )
         mine = [g for g in self.groups if not g.is_draft]
+        # Tokens of a block of each pool: all have the same blocks, which may hold fewer tokens of wider layers.
+        self._sizes = {g.group.pool: g.block_size for g in self.groups}
         settings = worker.vllm_config
         most, longest = settings.scheduler_config.max_num_seqs, settings.model_config.max_model_len
         # Requests that have ended may be in a step that is under way when others are in their place.
@@ -697,9 +699,11 @@ class Session:
         if self.offload is not None:
             self.offload.hand_out(self._blocks.fresh)
         # Of most blocks nothing is left that could be retired; it is where not all that was written was followed.
-        for _, slots in self._blocks.take_fresh(only_recorded=self.manager.unverified.is_clean):
-            for pool in self.manager.pools:
-                self.manager.retire(pool, slots)
+        fresh = self._blocks.take_fresh(only_recorded=self.manager.unverified.is_clean)
+        if len(fresh):
+            by_size = {size: torch.from_numpy(slots_of(fresh, size)) for size in set(self._sizes.values())}
+            for pool, size in self._sizes.items():
+                self.manager.retire(pool, by_size[size])
         for group, slots, row in self._blocks.take_handed_out_twice():
             # Again, so that who reads it is told whose it is now.
             for each in self.groups:
