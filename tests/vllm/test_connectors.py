@@ -11,7 +11,7 @@ import pytest
 
 from kv_canary.difftest.stress.vllm.engine import VOCABULARY, Engine, Runner, Traffic, drafts_of
 
-from .waiting import hold_up
+from .waiting import serve_held_up
 
 Model = Callable[[str], str]
 
@@ -206,14 +206,7 @@ def test_what_was_brought_for_a_request_that_has_not_come_is_taken_in_as_it_is_f
     monkeypatch.setattr(loopback, "_DELAY", 40)
     connector = loopback.settings("held up", waits=True)
     with Engine(model("llama"), canary={"seals": "layer"}, kv_transfer_config=connector) as engine:
-        engine.submit("first", DOCUMENT, new_tokens=4)
-        engine.run()
-        engine.llm.reset_prefix_cache()
-        hold_up(engine, "held up", DOCUMENT)
-        if is_given_up:
-            engine.abort("held up")
-        engine.submit("second", DOCUMENT, new_tokens=4)
-        engine.run()
+        serve_held_up(engine, DOCUMENT, is_given_up=is_given_up)
         assert loopback.STORES["held up"].brought == 160
         assert found(engine) == []
         told = {name.partition("-")[0]: tokens for name, tokens in engine.outputs.items()}

@@ -23,7 +23,7 @@ from kv_canary.engines.vllm.session import Session
 from kv_canary.engines.vllm.told import Brought, Told
 from kv_canary.tier import HostTier
 
-from .waiting import hold_up
+from .waiting import serve_held_up
 
 Model = Callable[[str], str]
 
@@ -401,14 +401,7 @@ def test_what_was_loaded_for_a_request_that_has_not_come_is_known_to_who_finds_i
     monkeypatch.setattr(offloading, "_DELAY", 40)
     host = offloading.settings(size=4 << 20)
     with Engine(model("llama"), canary={"seals": "layer"}, kv_transfer_config=host) as engine:
-        engine.submit("first", PROMPT, new_tokens=4)
-        engine.run()
-        engine.llm.reset_prefix_cache()
-        hold_up(engine, "held up", PROMPT)
-        if is_given_up:
-            engine.abort("held up")
-        engine.submit("second", PROMPT, new_tokens=4)
-        engine.run()
+        serve_held_up(engine, PROMPT, is_given_up=is_given_up)
         engine.session.manager.flush()
         told = {name.partition("-")[0]: tokens for name, tokens in engine.outputs.items()}
         assert told["first"] == told["second"]

@@ -7,6 +7,24 @@ from collections.abc import Sequence
 from kv_canary.difftest.stress.vllm.engine import VOCABULARY, Engine
 
 
+def serve_held_up(engine: Engine, prompt: Sequence[int], *, is_given_up: bool) -> None:
+    """Serve a prompt, hold up who has it brought, and serve another one that finds it in the prefix cache.
+
+    Args:
+        engine: see `hold_up`; one whose connector brings what was served before.
+        prompt: likewise.
+        is_given_up: whether the request that was held up is aborted.
+    """
+    engine.submit("first", prompt, new_tokens=4)
+    engine.run()
+    engine.llm.reset_prefix_cache()
+    hold_up(engine, "held up", prompt)
+    if is_given_up:
+        engine.abort("held up")
+    engine.submit("second", prompt, new_tokens=4)
+    engine.run()
+
+
 def hold_up(engine: Engine, name: str, prompt: Sequence[int]) -> None:
     """Submit a prompt of which five blocks are brought, and step until they are there and no block is left for more.
 
