@@ -197,6 +197,13 @@ def test_all_that_arrives_is_held_against_the_seals_that_came_with_it(scenes, re
     assert audits["admitted"] >= prompt_tokens(scenes[name], healthy(scenes[name])) // (1 if name == "sealed" else 2)
 
 
+@pytest.mark.parametrize("name", ["sealed", "windows, sealed"])
+def test_what_a_decode_server_frees_is_not_looked_at_once_a_transfer_may_fill_it(results, name):
+    prefill, decode = (results[name][side][-1].summary["audits"] for side in ("prefill", "decode"))
+    assert prefill["completed"] > 0
+    assert decode["completed"] == 0
+
+
 def test_requests_that_were_put_off_come_back_with_their_records(results):
     outcome = results["retracted"]["decode"][0]
     assert outcome.retracted > 0

@@ -229,7 +229,8 @@ class Session:
                 row_ended=self._row_ended,
                 frees=self._frees,
                 following=self._contain,
-                completes=self.manager.completes,
+                # What a decode server frees may be filled by a transfer before the step that would look there.
+                completes=self.manager.completes and scheduler.server_args.disaggregation_mode != "decode",
             )
             if config.check_writes:
                 writes.watch(
