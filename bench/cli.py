@@ -11,6 +11,7 @@ import click
 
 from kv_canary.commands.group import LazyGroup
 from kv_canary.commands.paths import OUT_FILE
+from kv_canary.commands.progress import progress_bar
 from kv_canary.extras import install_command
 
 if TYPE_CHECKING:
@@ -283,7 +284,6 @@ def _list(cases: list[Case], traces: Path | None) -> None:
 
 def _run(cases: list[Case], settings: Settings, json_path: Path | None) -> dict[str, Any]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     try:
         from kv_canary.bench.speed.run import prepare, run
@@ -293,8 +293,7 @@ def _run(cases: list[Case], settings: Settings, json_path: Path | None) -> dict[
         ready = prepare(settings)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with progress_bar(Console(stderr=True), "what bar count elapsed", transient=False) as progress:
         task = progress.add_task("checking and timing", total=len(cases))
 
         def after_case(name: str, result: dict[str, Any]) -> None:

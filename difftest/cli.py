@@ -17,6 +17,7 @@ import click
 from kv_canary.cases.imports import check_imports, replay_line
 from kv_canary.commands.group import LazyGroup
 from kv_canary.commands.paths import OUT_FILE
+from kv_canary.commands.progress import progress_bar
 from kv_canary.difftest.options import (
     FILE,
     commit_option,
@@ -25,7 +26,6 @@ from kv_canary.difftest.options import (
     json_option,
     seed_option,
 )
-from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.errors import must_be
 from kv_canary.extras import install_command
 

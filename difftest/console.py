@@ -17,10 +17,10 @@ from rich.text import Text
 
 from kv_canary.cases.casefile import CaseFile
 from kv_canary.cases.packing import INTEGERS
+from kv_canary.commands.progress import progress_bar
 from kv_canary.difftest.campaign import Campaign, CampaignResult
 from kv_canary.difftest.compiling import Kernel, Refusal
 from kv_canary.difftest.coverage import feasible_pairs
-from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.replaying import Replay
 from kv_canary.errors import printable
 from kv_canary.specs import get_spec

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kv_canary.commands.progress import progress_bar
 from kv_canary.difftest.options import commit_option, device_option, jobs_option, json_option, seed_option
-from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.extras import install_command
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from transformers import GenerationConfig
 
 from kv_canary import output
 from kv_canary.commands.facts import facts
+from kv_canary.commands.progress import progress_bar
 from kv_canary.config import CanaryConfig
 from kv_canary.demo.serving import batching_config
 from kv_canary.difftest.options import device_option, jobs_option, json_option, seed_option
-from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.simulator.actions import opening
 from kv_canary.difftest.stress import batching
 from kv_canary.difftest.stress.canary_faults import Faults, InjectedError, SourHandler, SourObserver

@@ -21,6 +21,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kv_canary.commands.facts import facts
+from kv_canary.commands.progress import progress_bar
 from kv_canary.config import CanaryConfig, Seals
 from kv_canary.constants import Reason
 from kv_canary.difftest.options import (
@@ -31,7 +32,6 @@ from kv_canary.difftest.options import (
     json_option,
     number_option,
 )
-from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.simulator import EngineConfig
 from kv_canary.difftest.simulator.actions import opening, random_action
 from kv_canary.difftest.stress.expected_findings import (

@@ -25,9 +25,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kv_canary.commands.facts import facts
+from kv_canary.commands.progress import progress_bar
 from kv_canary.config import CanaryConfig
 from kv_canary.difftest.options import commit_option, device_option, json_option
-from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.stress.overlapped_engine import OverlapConfig, OverlappedEngine
 from kv_canary.perturb import MODES, Mode, PerturbConfig
 

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kv_canary.commands.facts import facts
+from kv_canary.commands.progress import progress_bar
 from kv_canary.config import CanaryConfig
 from kv_canary.constants import WRITER_WORD
 from kv_canary.difftest.options import (
@@ -30,7 +31,6 @@ from kv_canary.difftest.options import (
     json_option,
     number_option,
 )
-from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.simulator import Action, EngineConfig, GroupConfig
 from kv_canary.difftest.simulator.canary_engine import CanaryEngine
 from kv_canary.difftest.simulator.kv_bytes import flip_bit

@@ -19,6 +19,7 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from kv_canary.commands.facts import facts
+from kv_canary.commands.progress import progress_bar
 from kv_canary.difftest.options import (
     backend_option,
     commit_option,
@@ -27,7 +28,6 @@ from kv_canary.difftest.options import (
     json_option,
     number_option,
 )
-from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.simulator.actions import opening
 from kv_canary.difftest.stress import batching
 from kv_canary.difftest.stress.processes import prepare_backend, processes, run_tasks

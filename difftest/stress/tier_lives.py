@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import click
 
 from kv_canary.commands.facts import facts
+from kv_canary.commands.progress import progress_bar
 from kv_canary.difftest.options import commit_option, json_option, seed_option
-from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.stress import causes
 
 HEALTHY = "healthy"

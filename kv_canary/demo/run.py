@@ -11,11 +11,12 @@ import torch
 import transformers
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TaskID
 from rich.table import Table
 from rich.text import Text
 
 from kv_canary.backends import select_backend
+from kv_canary.commands.progress import progress_bar
 from kv_canary.config import CanaryConfig
 from kv_canary.demo.faults import FAULTS, Fault, Planter
 from kv_canary.demo.models import MODELS, tiny_model
@@ -96,9 +97,8 @@ def run_demo(
     clean: dict[str, Served] = {}
     results: list[FaultResult] = []
     flipped: list[RandomBits] = []
-    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        with Progress(*columns, console=console) as progress:
+        with progress_bar(console, "what bar count elapsed", transient=False) as progress:
             for name in models:
                 model = tiny_model(name, device=device, seed=seed, **SHAPES[name])
                 task = progress.add_task(f"{name}, healthy (answers)", total=turns)

@@ -42,9 +42,13 @@ def test_the_demo_passes_and_writes_its_facts(
     monkeypatch.setitem(run_demo.__kwdefaults__, "models", models)
     monkeypatch.setitem(run_demo.__kwdefaults__, "faults", faults)
     monkeypatch.setattr("kv_canary.demo.run.DEPTHS", depths)
+    # A pipe is told how far it is, too.
+    monkeypatch.setattr("kv_canary.commands.progress.EVERY_S", 0.0)
     facts = tmp_path / "facts.json"
     result = CliRunner().invoke(main, ["demo", "--requests", "8", "--turns", "1", "--json", str(facts)])
     assert result.exit_code == 0, result.output
+    for name in models:
+        assert f"kv-canary: {name}, planted faults, {len(faults)} of {len(faults)}, " in result.stderr
     data = json.loads(facts.read_text())
     assert {"engine", "backend", "clean", "faults", "commit", "versions"} <= set(data)
     assert data["sources"] == digests("demo")

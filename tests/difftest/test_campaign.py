@@ -26,6 +26,7 @@ from rich.console import Console
 
 from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.cli import main
+from kv_canary.commands import progress
 from kv_canary.difftest import corpus
 from kv_canary.difftest.campaign import Campaign, _Hunt, _Job, _Over
 from kv_canary.difftest.mutation.planted import PLANTED_BUGS
@@ -444,14 +445,12 @@ def test_commands_teach() -> None:
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kv_canary.difftest import options
-
-    monkeypatch.setattr(options, "EVERY_S", 0.0)
-    with options.progress(Console(file=io.StringIO()), "what bar done") as shown:
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    with progress.progress_bar(Console(file=io.StringIO()), "what bar done") as shown:
         task = shown.add_task("starting", total=40)
         shown.update(task, completed=7, description="[red]seven[/] cases")
         shown.advance(task)
-        monkeypatch.setattr(options, "EVERY_S", 1e9)
+        monkeypatch.setattr(progress, "EVERY_S", 1e9)
         shown.advance(task)
     out, err = capsys.readouterr()
     assert out == ""

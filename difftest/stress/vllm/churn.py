@@ -20,8 +20,8 @@ import click
 from rich.console import Console
 
 from kv_canary.commands.facts import facts
+from kv_canary.commands.progress import progress_bar
 from kv_canary.difftest.options import commit_option, json_option
-from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.stress.vllm.engine import (
     ONE_THREAD,
     RUNNERS,

@@ -26,8 +26,8 @@ from rich.table import Table
 from kv_canary.commands.evidence_pages import fill
 from kv_canary.commands.facts import facts
 from kv_canary.commands.paths import OUT_FILE
+from kv_canary.commands.progress import progress_bar
 from kv_canary.difftest.options import commit_option, json_option
-from kv_canary.difftest.options import progress as progress_bar
 from kv_canary.difftest.stress import causes
 from kv_canary.difftest.stress.processes import in_fork
 from kv_canary.difftest.stress.vllm.engine import ONE_THREAD, RUNNERS, Engine, Runner, drafts_of, prepare, save_model
