@@ -189,9 +189,9 @@ KINDS = {
         command="python -P -m kv_canary.difftest.stress.sglang.cuda --json FILE",
     ),
     "sglang_detection": Evidence(
-        files=("sglang_detection.json",),
+        files=("sglang_detection.json", "sglang_bytes.json"),
         sources=SGLANG,
-        command="kv-canary stress sglang --json FILE",
+        command='kv-canary stress sglang --json FILE; sglang_bytes: --fault "one byte, anywhere" --seeds 50',
     ),
     "tiers": Evidence(
         files=("tiers_detection.json", *_on_cards("tiers")),
