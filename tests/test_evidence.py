@@ -139,6 +139,31 @@ def test_a_page_that_quotes_a_result_without_a_block_is_a_problem(checkout: Path
     assert problems[0].startswith("docs/other.md quotes h200_host.json")
 
 
+def test_a_page_that_quotes_a_result_that_is_not_there_is_a_problem(checkout: Path) -> None:
+    run("--write")
+    quoting = "As `bench/results/h100_host.json` says; `kv-canary bench seals --json h100_seals.json`.\n"
+    (checkout / "docs/other.md").write_text(quoting)
+    code, problems, _ = run()
+    assert code == 1
+    assert "docs/other.md quotes h100_host.json, which is not in bench/results" in problems
+    assert not [p for p in problems if "h100_seals.json, which" in p]
+
+
+def test_rows_of_two_runs_on_one_card_stand_beside_the_steps_of_their_own_run(checkout: Path) -> None:
+    common = {"model": "1b", "phase": "decode", "shape": "64x2048", "device": "NVIDIA H200", "commit": "abc1234"}
+    common |= {"sources": evidence.digests("engine_cost"), "n": 6, "ratio": 0.9, "low": 0.8, "high": 1.0, "best": 0.9}
+    for name, step in (("h200_engine_cost", 2.55), ("h200_engine_cost_more", 6.25)):
+        rows = [
+            {**common, "mode": mode, "step_ms": step, "host_us": 1.0, "stream_us": None} for mode in ("none", "ours")
+        ]
+        (checkout / f"bench/results/{name}.json").write_text(json.dumps(rows))
+    page = checkout / "docs/page.md"
+    page.write_text("<!-- kv-canary evidence engine_cost: begin -->\n<!-- kv-canary evidence: end -->\n")
+    assert run("--write")[:2] == (0, [])
+    steps = [line.split("|")[3].strip() for line in page.read_text().splitlines() if "kv-canary |" in line]
+    assert steps == ["2.55", "6.25"]
+
+
 def test_a_result_without_digests_is_of_an_older_version(checkout: Path) -> None:
     keep(checkout / "bench/results", {"device": "CPU"})
     (result,) = run("--write")[2]

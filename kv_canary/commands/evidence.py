@@ -189,9 +189,14 @@ KINDS = {
         command="python -P -m kv_canary.difftest.stress.sglang.cuda --json FILE",
     ),
     "sglang_detection": Evidence(
-        files=("sglang_detection.json", "sglang_bytes.json"),
+        files=("sglang_detection.json",),
         sources=SGLANG,
-        command='kv-canary stress sglang --json FILE; sglang_bytes: --fault "one byte, anywhere" --seeds 50',
+        command="kv-canary stress sglang --json FILE",
+    ),
+    "sglang_bytes": Evidence(
+        files=("sglang_bytes.json",),
+        sources=SGLANG,
+        command='kv-canary stress sglang --fault "one byte, anywhere" --seeds 50 --json FILE',
     ),
     "tiers": Evidence(
         files=("tiers_detection.json", *_on_cards("tiers")),

@@ -85,6 +85,12 @@ def untold(text: str) -> set[str]:
     }
 
 
+def missing(text: str, found: Results) -> set[str]:
+    """Return the files of `bench/results` that a page names and that are not there."""
+    named = set(re.findall(r"bench/results/(\w+\.json)", _BLOCK.sub("", text)))
+    return named - set(found)
+
+
 def _kinds(block: str, kinds: Sequence[str]) -> Sequence[str]:
     vllm = ["vllm_churn", "vllm_detection"]
     of_block = {"cost": ["engine_cost", "vllm_cost", "engine", "peer"], "vllm": vllm, "all": list(KINDS)}
@@ -285,16 +291,17 @@ def _vllm_cost(found: Results, _: Sequence[str]) -> str:
 def _engine_rows(results: Sequence[dict[str, Any]], names: Sequence[str], found: Results) -> str:
     """Return a row for each canary and batch of `kv-canary bench engine` or `bench vllm`."""
     rows, operations = [], []
-    plain = {_batch(row): row["step_ms"] for row in results if row["mode"] == "none"}
+    # What was measured in several runs has several steps without.
+    plain = {(row["file"], *_batch(row)): row["step_ms"] for row in results if row["mode"] == "none"}
     for row in results:
         if row["mode"] not in _CANARIES:
             continue
-        done = row.get("operations") or {}
+        done, without = row.get("operations") or {}, plain.get((row["file"], *_batch(row)))
         rows.append(
             [
                 f"{row['model']} {row['phase']} {row['shape']}",
                 row["run"],
-                "" if plain.get(_batch(row)) is None else f"{plain[_batch(row)]:.3g}",
+                "" if without is None else f"{without:.3g}",
                 _CANARIES[row["mode"]],
                 _ratio(row),
                 f"{row['best']:.3f}",
@@ -651,6 +658,8 @@ def problems(found: Results) -> Iterator[str]:
             yield f"{name} is not as the results are: run kv-canary evidence --write"
         for result in sorted(untold(text)):
             yield f"{name} quotes {result}, and no block of it says whether that is of this code"
+        for result in sorted(missing(text, found)):
+            yield f"{name} quotes {result}, which is not in bench/results"
 
 
 def show(found: Results, console: Console) -> None:

@@ -41,7 +41,7 @@ CAMPAIGNS = """
 The first incident of each life of the campaigns on real engines, judged likewise, fault by fault
 (`difftest/stress/causes.py`); a campaign in which one is wrong fails:
 
-<!-- kv-canary evidence causes tiers vllm_tiers sglang_detection vllm_detection: begin -->
+<!-- kv-canary evidence causes tiers vllm_tiers sglang_detection sglang_bytes vllm_detection: begin -->
 <!-- kv-canary evidence: end -->
 """
 
