@@ -360,7 +360,11 @@ def test_a_soak_goes_on_from_where_one_was_interrupted(tmp_path: Path) -> None:
     alone = lived(whole, "--engine-steps", "90", "--forwards", "1")
     continued = lived(path, "--engine-steps", "90", "--forwards", "1", "--continue", str(begun))
     for part in ("model_engines", "transformers"):
-        assert continued[part]["happened"] == alone[part]["happened"]
+        happened = [facts[part]["happened"] for facts in (continued, alone)]
+        # A piece of a scrub is as long as the machine is fast just then.
+        scrubbed = [its.pop("slots held against their seals by scrubs", 0) for its in happened]
+        assert happened[0] == happened[1]
+        assert (scrubbed[0] > 0) == (scrubbed[1] > 0)
         assert continued[part]["lives"] == alone[part]["lives"] > 0
     assert continued["engine_steps"] == alone["engine_steps"] > first["engine_steps"]
     assert [run["engine_steps"] for run in continued["before"]] == [first["engine_steps"]]
