@@ -52,7 +52,9 @@ class Row:
         batch: "decode" or "churn".
         requests: that run at a time.
         caches: "warm", as the engine has left them, or "cold".
-        host_us, p90_us: of a step, the median and what nine of ten steps stay below.
+        host_us, p90_us, mean_us: of a step, the median, what nine of ten steps stay below, and the mean.
+        tokens: that a step yields, on average. Steps that begin requests are such engines' own of which others begin
+            them in a decode step: the former have fewer tokens a step, so that only a token's time says who is dearer.
         repeated: share of the decode steps that repeated the one before.
     """
 
@@ -62,6 +64,8 @@ class Row:
     caches: str
     host_us: float
     p90_us: float
+    mean_us: float
+    tokens: float
     repeated: float
 
 
@@ -71,9 +75,13 @@ class Driver(ABC):
     Args:
         requests: that run at a time.
         folder: for the model.
+
+    Attributes:
+        tokens: that the last step has yielded, one for each of its requests.
     """
 
     name: str
+    tokens: int = 0
 
     @abstractmethod
     def __init__(self, requests: int, folder: Path) -> None: ...
@@ -133,6 +141,7 @@ class VllmDriver(Driver):
             output = schedule(*args, **kwargs)
             self._decodes = 0 < output.total_num_scheduled_tokens == len(output.num_scheduled_tokens)
             self._decodes &= not output.scheduled_new_reqs
+            self.tokens = len(output.num_scheduled_tokens)
             return output
 
         self._engine.scheduler.schedule = seen
@@ -177,6 +186,7 @@ class SglangDriver(Driver):
 
     def step(self) -> bool:
         batch = self._steps.step(self._scheduler)
+        self.tokens = 0 if batch is None else batch.batch_size()
         return batch is not None and bool(batch.forward_mode.is_decode())
 
     @property
@@ -226,11 +236,12 @@ class TransformersDriver(Driver):
     def step(self) -> bool:
         import torch
 
-        processor = self._processor
+        processor, self.tokens = self._processor, 0
         with torch.no_grad():
             if not processor.prepare_next_batch():
                 return False
-            decodes = all(future.query_length == 1 for future in processor.inputs_and_outputs.requests_in_batch)
+            futures = processor.inputs_and_outputs.requests_in_batch
+            self.tokens, decodes = len(futures), all(future.query_length == 1 for future in futures)
             processor._generation_step(self._model)
             processor.update_batch()
         return decodes
@@ -295,7 +306,7 @@ def measure(engine: str, batch: str, requests: int, folder: Path, *, caches: str
     gc.collect()
     gc.freeze()
     clock = _cold(clocks.Clock)(events=False) if caches == "cold" else clocks.Clock(events=False)
-    took, before, decodes, filled = list[float](), 0, 0, 0
+    took, before, decodes, filled, tokens = list[float](), 0, 0, 0, 0
     for number in range(10_000):
         at, calls, first, was = clock.ns, clock.calls, repeated[0], driver.filled_ns
         is_decode = driver.step()
@@ -309,6 +320,7 @@ def measure(engine: str, batch: str, requests: int, folder: Path, *, caches: str
             if clock.calls == calls:
                 raise RuntimeError("kv-canary: bench: the canary must be called at every step, got a step without")
             took.append((clock.ns - at - (driver.filled_ns - was)) / 1000)
+            tokens += driver.tokens
             decodes += is_decode
             filled += is_decode and repeated[0] - first
         if len(took) == TIMED:
@@ -326,6 +338,8 @@ def measure(engine: str, batch: str, requests: int, folder: Path, *, caches: str
         caches=caches,
         host_us=round(statistics.median(took), 1),
         p90_us=round(statistics.quantiles(took, n=10)[-1], 1),
+        mean_us=round(statistics.mean(took), 1),
+        tokens=round(tokens / len(took), 1),
         repeated=round(filled / max(decodes, 1), 2),
     )
     return asdict(row)
@@ -394,6 +408,9 @@ def adapters(engine: str, requests: tuple[int, ...], json_path: Path | None) -> 
     \b
     host us     microseconds of a step, the median
     p90         what nine of ten steps stay below
+    a token     nanoseconds of a step on average, by the tokens that it
+                yields: engines that begin requests in steps of their own
+                have more steps
     caches      as a tiny model leaves the CPU's, or cold, as a large one does
     repeated    share of the decode steps that only sent new numbers
 
@@ -414,7 +431,8 @@ def adapters(engine: str, requests: tuple[int, ...], json_path: Path | None) -> 
     from kv_canary.commands.facts import facts
     from kv_canary.difftest.stress.processes import in_fork
 
-    table = Table("adapter", "batch", "requests", "caches", "host us", "p90", "repeated", title="Host time of a step")
+    columns = ("adapter", "batch", "requests", "caches", "host us", "p90", "a token", "repeated")
+    table = Table(*columns, title="Host time of a step")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         for batch, count, caches in itertools.product(("decode", "churn"), requests, ("warm", "cold")):
@@ -424,7 +442,8 @@ def adapters(engine: str, requests: tuple[int, ...], json_path: Path | None) -> 
             if "error" in row:
                 raise click.ClickException(f"bench: {row['error']}")
             rows.append(row)
-            told = (f"{row['host_us']:.0f}", f"{row['p90_us']:.0f}", f"{row['repeated']:.0%}")
+            token = row["mean_us"] / row["tokens"] * 1000
+            told = (f"{row['host_us']:.0f}", f"{row['p90_us']:.0f}", f"{token:.0f}", f"{row['repeated']:.0%}")
             table.add_row(row["engine"], batch, str(count), caches, *told)
             if json_path is not None:
                 _keep(json_path, engine, rows, facts("cpu", kind=KIND))

@@ -603,11 +603,17 @@ def _adapters_host(found: Results, _: Sequence[str]) -> str:
             row["caches"],
             f"{row['host_us']:.0f}",
             f"{row['p90_us']:.0f}",
+            f"{row['mean_us']:.0f}",
+            f"{row['tokens']:.0f}",
+            f"{row['mean_us'] / row['tokens']:.2f}",
             f"{row['repeated']:.0%}",
         ]
         for row in load("adapters_host.json")["rows"]
     ]
-    head = ["adapter", "batch", "requests", "caches", "median, us", "p90, us", "decodes that repeat the one before"]
+    head = [
+        *("adapter", "batch", "requests", "caches", "median, us", "p90, us", "mean, us"),
+        *("tokens a step", "us a token", "decodes that repeat the one before"),
+    ]
     return f"{_table(head, rows)}\n\n{_source(found, 'adapters_host.json')}"
 
 

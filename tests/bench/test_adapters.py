@@ -72,4 +72,6 @@ def test_the_adapter_for_transformers_is_timed_in_steps_that_are_repeated(
     assert "error" not in row
     assert (row["engine"].split()[0], row["batch"], row["requests"]) == ("transformers", batch, 16)
     assert row["p90_us"] >= row["host_us"] > 0
+    assert row["mean_us"] > 0
+    assert row["tokens"] == 16 if batch == "decode" else 8 < row["tokens"] <= 16
     assert row["repeated"] > 0.8
