@@ -133,9 +133,7 @@ KINDS = {
     ),
     "engine_cost": Evidence(
         files=tuple(
-            name
-            for part in ("", "_8b", "_writes", "_more", "_8b_more", "_slow")
-            for name in _on_cards(f"engine_cost{part}")
+            name for part in ("", "_8b", "_writes", "_more", "_8b_more") for name in _on_cards(f"engine_cost{part}")
         ),
         sources=(*SGLANG, *SERVING),
         command="kv-canary bench engine --json FILE",
