@@ -53,8 +53,8 @@ class Row:
         requests: that run at a time.
         caches: "warm", as the engine has left them, or "cold".
         host_us, p90_us, mean_us: of a step, the median, what nine of ten steps stay below, and the mean.
-        tokens: that a step yields, on average. Steps that begin requests are such engines' own of which others begin
-            them in a decode step: the former have fewer tokens a step, so that only a token's time says who is dearer.
+        tokens: that a step yields, on average; fewer where an engine begins requests in steps of their own, so that
+            times of a token are to be compared there, not of a step.
         repeated: share of the decode steps that repeated the one before.
     """
 

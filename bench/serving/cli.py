@@ -98,7 +98,8 @@ def engine(
     Each mode is a scheduler in a process of its own. They take turns on one GPU, so that each round of one stands
     beside the same round of `none`. Weights are made up; prompts, slots and tokens are the same in all modes, and it is
     checked that they are. SGLang's compiled kernels need not be there: norms, rope and the store of K and V are those
-    that it compiles while it runs, with nvcc, and attention is Triton's.
+    that it compiles while it runs, with nvcc, and attention is Triton's. Schedulers run on the last four cores of the
+    host: one measurement at a time, or each under taskset with cores of its own.
 
     \b
     How to read it:
