@@ -113,7 +113,8 @@ class Fetched:
 class _Load:
     """Rows that are to be on the device before the next forward, and bytes that are on their way there.
 
-    What lies on the host in `host`, as of `generations`, is fetched once the bytes are: `fetched` is None until then.
+    What lies on the host in `host`, as of `generations`, is fetched when they land, or before any of it is another's:
+    `fetched` is None until then.
     """
 
     slots: torch.Tensor
@@ -279,8 +280,6 @@ class HostTier:
         if load.slots.is_cuda:
             load.arrived = torch.cuda.Event()
             load.arrived.record()
-        # Now that the copy is under way, and has not waited for this.
-        load.fetched = load.fetched or self._fetched(load.host, load.generations)
 
     def fetch(self, host_slots: torch.Tensor) -> Fetched:
         """Return what slots have now, for `put_back` once their bytes are on the device, whoever has them by then.
@@ -367,6 +366,7 @@ class HostTier:
 
     def clear(self) -> None:
         """Take in that no slot holds anything."""
+        self._fetch_loads()
         self._generations += 1
         self._rows.zero_()
         self._backups.clear()
@@ -377,12 +377,12 @@ class HostTier:
 
         So is what is on its way back: records of what was there before are gone, and its own may not be relied on.
         """
-        self.clear()
-        self._unknown[:] = self._generations
         for load in self._loads:
             count = len(load.slots)
             rows = _unset(count, self._width, self._manager.device).zero_()
             load.fetched = Fetched(rows=rows, gaps=np.ones(count, bool))
+        self.clear()
+        self._unknown[:] = self._generations
 
     # What becomes of it.
 
@@ -643,7 +643,13 @@ class HostTier:
             self._manager.report(rows)
 
     def _forget(self, slots: np.ndarray) -> None:
+        self._fetch_loads()
         self._generations[slots] += 1
+
+    def _fetch_loads(self) -> None:
+        """Fetch what loads under way have on the host, before it may be another's."""
+        for load in self._loads:
+            load.fetched = load.fetched or self._fetched(load.host, load.generations)
 
 
 @torch.inference_mode(False)

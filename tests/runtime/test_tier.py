@@ -582,6 +582,33 @@ def test_bytes_that_are_still_on_their_way_are_waited_for_before_they_are_looked
     assert t.found() == {}
 
 
+@pytest.mark.parametrize("by", ["freed", "cleared"])
+def test_a_load_under_way_has_what_was_on_the_host_whoever_has_the_place_by_then(by: str) -> None:
+    t, a, device, host = lived()
+    t.backup(device, host)
+    first = t.engine.allocate(t.group.pool, 10)
+    new = torch.arange(first, first + 10)
+    t.tier.load(host, new)
+    t.copied(host, new, back=True)
+    t.tier.loaded()
+    # Not before: the engine is about to launch what reads it.
+    assert t.tier._loads[-1].fetched is None
+    if by == "freed":
+        t.tier.free(host)
+        t.backup(device.flip(0), host)
+        t.tier.settle()
+    else:
+        t.tier.clear()
+    t.tier.land()
+    t.engine.tables["full"][a.row, :10] = new.int()
+    for _ in range(2):
+        t.step((a, 1))
+    assert t.found() == {}
+    summary = t.engine.manager.summary()
+    assert summary.unverified == 0
+    assert summary.positions_verified == summary.positions_relied_on
+
+
 def fetched_back(t: Tiered, request: Request, device: torch.Tensor, host: torch.Tensor) -> None:
     """Load a request's first ten positions into new slots, others having their places on the host before it is run."""
     fetched = t.tier.fetch(host)

@@ -154,6 +154,39 @@ def test_what_is_being_loaded_is_looked_at_behind_the_forward(llama, variant, lo
     assert tiers()[0].facts.loaded > 300
 
 
+@pytest.mark.parametrize("variant", ["write through", "write back, overlap, mixed"])
+def test_what_ends_is_looked_at_before_a_load_would_wait_for_it(llama, variant, monkeypatch):
+    order: list[str] = []
+    monkeypatch.setattr(
+        session.Session,
+        "_complete_ended",
+        lambda self, original=session.Session._complete_ended: (
+            order.append("looked at") if self._ended else None,
+            original(self),
+        ),
+    )
+    monkeypatch.setattr(
+        hicache.HostTiers,
+        "_start_loading",
+        lambda self, original, *args, start=hicache.HostTiers._start_loading, **kwargs: (
+            order.append("not looked at" if self._ended else "loads") if self._controller.load_queue else None,
+            start(self, original, *args, **kwargs),
+        )[1],
+    )
+
+    def scenario(run: Run) -> None:
+        prompts = [run.tokens(n) for n in (100, 60, 130, 90, 110, 70, 40)]
+        for _ in range(2):
+            for prompt in prompts:
+                run.serve([prompt], 2)
+                run.serve([prompt], 2)
+
+    run_tiered(llama, scenario, variant)
+    assert order.count("loads") > 3
+    assert order.count("looked at") > 3
+    assert "not looked at" not in order
+
+
 @pytest.mark.parametrize(("with_pictures", "is_late"), [(False, True), (True, False)])
 def test_a_model_that_takes_pictures_out_of_the_input_ids_is_looked_at_before(with_pictures, is_late):
     watched, runner = session.Session.__new__(session.Session), object()

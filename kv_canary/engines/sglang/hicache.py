@@ -18,6 +18,7 @@ import torch
 
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.sglang import storage
+from kv_canary.engines.sglang.completion import Ended
 from kv_canary.errors import must_be
 from kv_canary.output import logger
 from kv_canary.runtime.manager import CanaryManager
@@ -68,8 +69,9 @@ class HostTiers:
         manager: its canary.
         attached: the pools of the target and of draft models, with their groups.
         patches: what is wrapped.
-        retire_freed: retires the slots that were freed up to now, and looks at what requests rested on that have ended,
-            on the stream of the caller.
+        ended: the requests that have ended and have not been looked at.
+        complete_ended: looks at what they rested on, on the stream of the caller.
+        retire_freed: does so too, and retires the slots that were freed up to now.
         following: gives the context, by what is done, of a part of the canary that may fail where the engine must not;
             where it did, no slot's record may be relied on.
         updates: returns how often the weights have changed.
@@ -85,11 +87,14 @@ class HostTiers:
         attached: Sequence[tuple[Any, Sequence[BufferGroup]]],
         *,
         patches: Patches,
+        ended: Ended,
+        complete_ended: Callable[[], None],
         retire_freed: Callable[[], None],
         following: Callable[[str], AbstractContextManager[Any]],
         updates: Callable[[], int],
     ) -> None:
-        self._following, self._retire_freed, self._device = following, retire_freed, manager.device
+        self._following, self._device = following, manager.device
+        self._ended, self._complete_ended, self._retire_freed = ended, complete_ended, retire_freed
         self._unverified = manager.unverified
         self._controller = controller = scheduler.tree_cache.cache_controller
         # What the controller is about to copy.
@@ -100,6 +105,7 @@ class HostTiers:
         patches.wrap(controller, "_move_op_indices", self._note)
         patches.wrap(controller, "start_loading", self._start_loading)
         patches.wrap(controller, "write_storage", self._write_storage)
+        patches.wrap(scheduler.tree_cache, "flush_pending_backups", self._results_processed)
         by_pool: dict[str, Sequence[HostTier]] = {}
         for entry in controller.mem_pool_host.entries:
             tiers = [tier for pool, groups in attached for tier in _tiers_of(entry, manager, pool, groups)]
@@ -224,6 +230,17 @@ class HostTiers:
             with self._following("a load from the host"), self._on_forwards_stream():
                 self._retire_freed()
         return original(*args, **kwargs)
+
+    def _results_processed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Called around what the scheduler does last with the results of a batch.
+
+        What ended with it is looked at while the scheduler makes up its mind: a load of the next batch waits for that.
+        """
+        result = original(*args, **kwargs)
+        if self._ended:
+            with self._following("requests that have ended"), self._on_forwards_stream():
+                self._complete_ended()
+        return result
 
     def _write_storage(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Called around the queueing of pages for storage: their backup is over, and a thread asks for its records."""

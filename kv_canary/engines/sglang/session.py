@@ -248,6 +248,8 @@ class Session:
                     self.manager,
                     [(runner.token_to_kv_pool, mine) for runner, mine in self._groups.items()],
                     patches=self._patches,
+                    ended=self._ended,
+                    complete_ended=self._complete_ended,
                     retire_freed=self._retire_freed,
                     following=self._following,
                     updates=lambda: self._identities.updates,
