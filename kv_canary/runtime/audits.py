@@ -83,21 +83,28 @@ class Audits:
             if which and group.pool not in verified:
                 verified.add(group.pool)
                 spans = [(int(table_rows[i]), int(there[i])) for i in which]
-                slots = self._without_what_came(group.pool, slots_of(group, tables[group.name], spans))
-                self._listed.verify(group, slots, checked=self._admitted, seen=self._seen)
+                slots, count = self._without_what_came(group.pool, slots_of(group, tables[group.name], spans))
+                self._listed.verify(group, slots, checked=self._admitted, count=count, seen=self._seen)
         if self._came:
             for pool in {group.pool for group in groups}:
                 self._forget_what_came(pool)
 
-    def _without_what_came(self, pool: KvPool, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return slots but for those that KV has come to just now: 0, which is no slot, in their places."""
+    def _without_what_came(
+        self, pool: KvPool, parts: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
+        """Return slots but for those that KV has come to just now, and how many these are, int64 [1]; None: all."""
         step, _ = self._came.get(pool, (-1, []))
         # Behind a later step, whoever has written there has done so since they were looked at.
         if step < self._context.step - 1:
-            return parts
+            return parts, None
         marks = self._marks[pool]
         named = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to(torch.int64)
-        return (torch.where(marks[_inside(named, marks)], 0, named),)
+        is_left = ~marks[_inside(named, marks)]
+        # To the front: how many there are the device alone knows, and who is left out goes where nobody looks.
+        ends = is_left.cumsum(0)
+        left = torch.zeros(len(named) + 1, dtype=torch.int64, device=named.device)
+        left.scatter_(0, torch.where(is_left, ends - 1, len(named)), named)
+        return (left[:-1],), ends[-1:]
 
     def _forget_what_came(self, pool: KvPool) -> None:
         _, slots = self._came.pop(pool, (-1, []))

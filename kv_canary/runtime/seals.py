@@ -117,9 +117,10 @@ class ListedSlots:
 
     def __init__(self, context: CanaryContext) -> None:
         self._context, self._replays = context, context.new_replays()
-        # Where launches that are replayed read their slots; zeros, which are no slots, between two of them.
+        # Where launches that are replayed read their slots, and how many of those: int64 [2], see `verify_seals`.
         words = max(rounded(context.limits.max_len)) if self._replays.rounds_up else 0
         self._slots = torch.zeros(words, dtype=torch.int64, device=context.device)
+        self._span = torch.zeros(2, dtype=torch.int64, device=context.device)
 
     def verify(
         self,
@@ -127,6 +128,7 @@ class ListedSlots:
         parts: Sequence[torch.Tensor],
         *,
         checked: torch.Tensor,
+        count: torch.Tensor | None = None,
         seen: torch.Tensor | None = None,
     ) -> None:
         """Hold slots of a group's pool against their seals; see `verify_sealed`.
@@ -135,38 +137,37 @@ class ListedSlots:
             group: whose pool it is.
             parts: the slots, integers on the device, in any number of pieces.
             checked: what it counts in; it stays where it is.
+            count: how many of them, from the first on, int64 [1] on the device; None: all.
             seen: where that is copied to, on the host; likewise. None: nowhere.
         """
-        context, count = self._context, sum(map(len, parts))
-        if not count or group.pool.seals is None:
+        context, most = self._context, sum(map(len, parts))
+        if not most or group.pool.seals is None:
             return
-        if count > len(self._slots):
+        if count is None:
+            self._span[1:].fill_(most)
+        else:
+            self._span[1:].copy_(count)
+        if most > len(self._slots):
             slots = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to(torch.int64)
-            verify_sealed(context, group, slots=aligned(slots), span=None, checked=checked)
+            verify_sealed(context, group, slots=aligned(slots), span=self._span, checked=checked)
             if seen is not None:
                 seen.copy_(checked, non_blocking=True)
             return
-        size = round_up(count, len(self._slots))
+        size = round_up(most, len(self._slots))
         # Behind a forward the number of its step lies where that has read it, and need not be sent again.
         slots, step = front(self._slots, size), context.state.step
 
         def launch() -> None:
-            verify_sealed(context, group, slots=slots, span=None, checked=checked, step=step)
-            slots.zero_()
+            verify_sealed(context, group, slots=slots, span=self._span, checked=checked, step=step)
             if seen is not None:
                 seen.copy_(checked, non_blocking=True)
 
-        try:
-            start = 0
-            for part in parts:
-                end = start + len(part)
-                slots[start:end].copy_(part)
-                start = end
-            self._replays.run((group.name, size, checked.data_ptr(), step.data_ptr()), launch)
-        except BaseException:
-            # What is left there would be looked at with the next ones.
-            slots.zero_()
-            raise
+        start = 0
+        for part in parts:
+            end = start + len(part)
+            slots[start:end].copy_(part)
+            start = end
+        self._replays.run((group.name, size, checked.data_ptr(), step.data_ptr()), launch)
 
     def forget_graphs(self) -> None:
         """Destroy the graphs that launches are replayed from."""

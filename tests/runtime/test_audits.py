@@ -252,6 +252,30 @@ def test_launches_that_are_replayed_find_what_is_there_by_then(monkeypatch: pyte
     assert [(r.step, r.position) for r in engine.found()] == [(6, 12)]
 
 
+def test_a_look_goes_no_further_than_there_is_something_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, a place in the list that nobody is to look at takes as long as one that somebody is."""
+    monkeypatch.setattr(CanaryContext, "new_replays", lambda _: Replays(lambda launch: launch))
+    engine = audited()
+    pool = engine.groups[0].pool
+    a = engine.add("a", 60)
+    engine.step((a, 20))
+    looks: list[tuple[int, list[int]]] = []
+    original = seals.verify_sealed
+
+    def verify(*args: Any, slots: torch.Tensor, span: torch.Tensor, **kwargs: Any) -> None:
+        looks.append((len(slots), span.tolist()))
+        original(*args, slots=slots, span=span, **kwargs)
+
+    monkeypatch.setattr(seals, "verify_sealed", verify)
+    complete(engine, a)
+    came = slots_in(engine, a)[:17]
+    engine.manager.arrived(pool, came, pool.take_seals(came))
+    b = hit(engine, "b", a, 20)
+    engine.step((b, 1))
+    assert looks == [(32, [0, 20]), (32, [0, 17]), (32, [0, 3])]
+    assert engine.found() == []
+
+
 def test_slots_of_a_look_that_failed_are_not_looked_at_with_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CanaryContext, "new_replays", lambda _: Replays(lambda launch: launch))
     engine = audited()
