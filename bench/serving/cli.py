@@ -98,8 +98,8 @@ def engine(
     Each mode is a scheduler in a process of its own. They take turns on one GPU, so that each round of one stands
     beside the same round of `none`. Weights are made up; prompts, slots and tokens are the same in all modes, and it is
     checked that they are. SGLang's compiled kernels need not be there: norms, rope and the store of K and V are those
-    that it compiles while it runs, with nvcc, and attention is Triton's. Schedulers run on the last four cores of the
-    host: one measurement at a time, or each under taskset with cores of its own.
+    that it compiles while it runs, with nvcc, and attention is Triton's. All schedulers run on the same four cores, and
+    no other measurement does.
 
     \b
     How to read it:
@@ -120,7 +120,7 @@ def engine(
 
     Exit codes: 0 all is well, 1 a mode failed, or its tokens, slots or KV were not those of none; 2 misuse.
     """
-    from kv_canary.bench.serving import run
+    from kv_canary.bench.serving import cores, run
     from kv_canary.commands.facts import facts
 
     if tiers:
@@ -152,7 +152,10 @@ def engine(
         shared=not private,
         out=out or run.new_folder(),
     )
-    rows, failed = run.measure(settings, say=lambda line: click.echo(line, err=True))
+    try:
+        rows, failed = run.measure(settings, say=lambda line: click.echo(line, err=True))
+    except cores.NoneLeftError as error:
+        raise click.UsageError(str(error)) from None
     run.show(rows)
     if json_path is not None:
         result = run.result(rows, failed, facts(device, commit=commit, kind="tiers_cost" if tiers else "engine_cost"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -17,7 +16,7 @@ import torch.multiprocessing
 from rich.console import Console
 from rich.table import Table
 
-from kv_canary.bench.serving import sharing, worker
+from kv_canary.bench.serving import cores, sharing, worker
 from kv_canary.bench.serving.modes import MODELS, MODES, NONE, Shape
 
 # Seconds that a scheduler may take to start, and to answer.
@@ -158,11 +157,21 @@ class Measurement:
         # When no round begins any more, of any batch, and of the one that is measured.
         self._end = self._until = time.monotonic() + settings.seconds
         self._schedulers: dict[str, Scheduler] = {}
+        # Which all of them use, so that a slow one slows them all: one of them runs at a time.
+        self._cores: tuple[int, ...] = ()
         self.failed: dict[str, str] = {}
         self.rows: list[Row] = []
 
     def run(self) -> None:
-        """Measure everything; what a mode fails at is in `failed`, and the others go on."""
+        """Measure everything; what a mode fails at is in `failed`, and the others go on.
+
+        Raises:
+            NoneLeftError: other measurements have all cores.
+        """
+        with cores.taken(_CORES) as self._cores:
+            self._run()
+
+    def _run(self) -> None:
         settings = self._settings
         try:
             self._start()
@@ -260,7 +269,7 @@ class Measurement:
                 log=settings.out / f"{self._model}-{mode}.log",
                 frozen=settings.frozen,
                 own_kv=MODES[mode].own_kv,
-                cores=_cores(),
+                cores=self._cores,
             )
             self._schedulers[mode] = Scheduler(mode, spec, shared)
         for mode, scheduler in list(self._schedulers.items()):
@@ -410,12 +419,6 @@ def show(rows: Sequence[Row]) -> None:
     console = Console()
     # What is not a terminal has no width of its own.
     (console if console.is_terminal else Console(width=_PAGE_WIDTH)).print(table(rows))
-
-
-def _cores() -> tuple[int, ...]:
-    """Return the cores that every scheduler uses, so that a slow one slows them all: one of them runs at a time."""
-    there = sorted(os.sched_getaffinity(0))
-    return tuple(there[-_CORES:]) if len(there) > _CORES else ()
 
 
 def _environment(device: str, mode: str) -> dict[str, str]:

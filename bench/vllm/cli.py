@@ -61,7 +61,7 @@ def vllm(
       kv-canary bench vllm --models 1b --modes none,ours,ours_sampled
       kv-canary bench vllm --runner V2 --json h200_vllm_cost.json
     """
-    from kv_canary.bench.serving import run
+    from kv_canary.bench.serving import cores, run
     from kv_canary.bench.vllm.engines import measure
     from kv_canary.commands.facts import facts
 
@@ -81,7 +81,10 @@ def vllm(
         out=out or run.new_folder(),
         **given,
     )
-    rows, failed = measure(settings, runner=runner, say=lambda line: click.echo(line, err=True))
+    try:
+        rows, failed = measure(settings, runner=runner, say=lambda line: click.echo(line, err=True))
+    except cores.NoneLeftError as error:
+        raise click.UsageError(str(error)) from None
     run.show(rows)
     if json_path is not None:
         measured = facts(settings.device, commit=commit, kind=KIND)

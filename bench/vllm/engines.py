@@ -68,6 +68,7 @@ class Engines(run.Measurement):
                 vocabulary=shape.vocabulary,
                 log=settings.out / f"{self._model}-{mode}.log",
                 frozen=settings.frozen,
+                cores=self._cores,
             )
             # One after the other: vLLM looks at what memory is free when it starts.
             engine = self._schedulers[mode] = _Engine(mode, spec)

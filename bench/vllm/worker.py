@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,6 +34,7 @@ class Spec:
         vocabulary: of which prompts are made.
         log: where its output goes.
         frozen: whether Python's garbage collector leaves alone what is there after the warm-up.
+        cores: on which it runs; empty: where it likes.
     """
 
     model: Path
@@ -42,6 +44,7 @@ class Spec:
     vocabulary: int
     log: Path
     frozen: bool
+    cores: Sequence[int] = ()
 
 
 @dataclass(kw_only=True)
@@ -61,6 +64,8 @@ def serve(spec: Spec, connection: Connection) -> None:
     """Make an engine, say so, and do what comes through `connection` until "stop"; the entry of a process."""
 
     def work() -> None:
+        if spec.cores:
+            os.sched_setaffinity(0, spec.cores)
         worker = Worker(spec)
         connection.send({"ready": True})
         while (command := connection.recv())["do"] != "stop":

@@ -45,7 +45,7 @@ TRANSFORMERS = (
 OPS = ("kernels", "reference", "kv_canary/specs", "kv_canary/ops.py", "kv_canary/backends.py")
 GENERATED = (*OPS, "difftest/strategies")
 # What is timed on an engine and how; the options are in the rows.
-SERVING = tuple(f"bench/serving/{part}.py" for part in ("clocks", "modes", "run", "sharing", "worker"))
+SERVING = tuple(f"bench/serving/{part}.py" for part in ("clocks", "cores", "modes", "run", "sharing", "worker"))
 # What makes a mutant, and judges it.
 MUTATION = tuple(f"difftest/mutation/{part}.py" for part in ("edits", "mutants", "overlay", "pool"))
 
