@@ -121,9 +121,9 @@ def looks(monkeypatch) -> list[str]:
         order.append("late" if is_late else "first")
         return is_late
 
-    def begin(self: Any, *args: Any) -> Any:
+    def begin(self: Any, *args: Any, **kwargs: Any) -> Any:
         order.append("HEAD")
-        return before(self, *args)
+        return before(self, *args, **kwargs)
 
     def end(self: Any, *args: Any) -> None:
         order.append("TAIL")
@@ -190,7 +190,7 @@ def test_what_ends_is_looked_at_before_a_load_would_wait_for_it(llama, variant, 
 @pytest.mark.parametrize(("with_pictures", "is_late"), [(False, True), (True, False)])
 def test_a_model_that_takes_pictures_out_of_the_input_ids_is_looked_at_before(with_pictures, is_late):
     watched, runner = session.Session.__new__(session.Session), object()
-    watched._host_tiers = SimpleNamespace(is_loading=True, settle=lambda: None)
+    watched._host_tiers = SimpleNamespace(is_loading=True, settle=lambda: None, look_beside=lambda: None)
     watched.off, watched._groups, watched._speculation, watched._ended = "", {runner: ()}, None, None
     watched.manager = SimpleNamespace(
         config=SimpleNamespace(check_writes=False), unverified=SimpleNamespace(is_clean=True)
@@ -221,6 +221,48 @@ def test_what_was_freed_is_retired_once_the_scheduler_s_stream_knows_it(monkeypa
     assert order == [("waits for", "the scheduler's"), "the forwards'", "retires", "loads"]
 
 
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_what_comes_back_while_a_forward_runs_is_looked_at_beside_it(monkeypatch, is_beside):
+    """The stream of the forwards waits for that behind the forward, and it waits for what was there before."""
+    order: list[str] = []
+
+    def stream(name: str) -> Any:
+        return SimpleNamespace(name=name, wait_stream=lambda other: order.append(f"{name} waits for {other.name}"))
+
+    forwards, beside = stream("forwards"), stream("beside")
+    current = [forwards]
+
+    @contextlib.contextmanager
+    def on(chosen: Any) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    tiers = hicache.HostTiers.__new__(hicache.HostTiers)
+    tiers._device, tiers._beside, tiers.is_loading = torch.device("cuda"), beside, True
+    tiers._following = lambda what: contextlib.nullcontext()
+    monkeypatch.setattr(tiers, "settle", lambda: order.append("settles"))
+    tiers._tiers = [SimpleNamespace(is_quiet=False, land=lambda: order.append(f"lands on {current[-1].name}"))]
+    if is_beside:
+        tiers.look_beside()
+        order.append("the forward is launched")
+    tiers.before_forward(is_beside=is_beside)
+    assert not tiers.is_loading
+    assert order == (
+        [
+            "beside waits for forwards",
+            "the forward is launched",
+            "settles",
+            "lands on beside",
+            "forwards waits for beside",
+        ]
+        if is_beside
+        else ["settles", "lands on forwards"]
+    )
+
+
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_forward_that_raises_while_kv_is_loaded_is_given_up(llama, looks, monkeypatch, raises):
     """Whatever the canary finds behind it, the engine gets the model's own exception."""
@@ -245,8 +287,8 @@ def test_a_forward_that_raises_while_kv_is_loaded_is_given_up(llama, looks, monk
     monkeypatch.setattr(session.Session, "_give_up", lambda self, watched: given_up.append(watched) or watched.abort())
     before = session.Session._before
 
-    def find(self: Any, *args: Any) -> Any:
-        watched = before(self, *args)
+    def find(self: Any, *args: Any, **kwargs: Any) -> Any:
+        watched = before(self, *args, **kwargs)
         if raises and looks[-2:] == ["late", "HEAD"]:
             raise CanaryViolationError([], 1)
         return watched

@@ -95,6 +95,7 @@ class HostTiers:
     ) -> None:
         self._following, self._device = following, manager.device
         self._ended, self._complete_ended, self._retire_freed = ended, complete_ended, retire_freed
+        self._beside = torch.cuda.Stream(manager.device) if manager.device.type == "cuda" else None
         self._unverified = manager.unverified
         self._controller = controller = scheduler.tree_cache.cache_controller
         # What the controller is about to copy.
@@ -148,17 +149,33 @@ class HostTiers:
                 with self._following("the host tier"):
                     tier.settle()
 
-    def before_forward(self) -> None:
+    def look_beside(self) -> None:
+        """Note where the stream of the forwards is, which the caller's is, before a forward is launched.
+
+        The next `before_forward` comes behind that, and looks while it runs.
+        """
+        if self._beside is not None:
+            self._beside.wait_stream(torch.cuda.current_stream(self._device))
+
+    def before_forward(self, *, is_beside: bool = False) -> None:
         """Give what has come back its records, on the stream of the forwards, behind what retires freed slots.
 
         The stream waits for the bytes.
+
+        Args:
+            is_beside: whether a forward is under way that `look_beside` was called before: what has come back is looked
+                at while that runs, on a stream of its own, which the stream of the forwards waits for.
         """
         self.settle()
         self.is_loading = False
-        for tier in self._tiers:
-            if not tier.is_quiet:
-                with self._following("the host tier"):
-                    tier.land()
+        beside = self._beside if is_beside else None
+        with nullcontext() if beside is None else torch.cuda.stream(beside):
+            for tier in self._tiers:
+                if not tier.is_quiet:
+                    with self._following("the host tier"):
+                        tier.land()
+        if beside is not None:
+            torch.cuda.current_stream(self._device).wait_stream(beside)
 
     def close(self) -> None:
         """End the threads of the tiers; the second call does nothing."""

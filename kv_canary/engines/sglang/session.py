@@ -333,7 +333,7 @@ class Session:
             if is_late:
                 try:
                     with self._following("a forward that raised"):
-                        watched = self._before(runner, forward_batch)
+                        watched = self._before(runner, forward_batch, is_late=True)
                 except Exception as error:
                     # In raise mode; the engine's own is on its way.
                     logger.error("kv-canary: %s", error)
@@ -341,7 +341,7 @@ class Session:
                 self._give_up(watched)
             raise
         if is_late:
-            watched = self._before(runner, forward_batch)
+            watched = self._before(runner, forward_batch, is_late=True)
         if watched is not None:
             self._after(watched, runner, forward_batch, result)
         return result
@@ -460,16 +460,22 @@ class Session:
         if self._lifetime.has_freed or self._ended:
             self._retire_freed()
         tiers.settle()
+        tiers.look_beside()
         return True
 
-    def _before(self, runner: Any, forward_batch: Any) -> SingleForwardManager | None:
-        """Begin a forward and run HEAD; return what is to be ended behind it, or None where it goes by unwatched."""
+    def _before(self, runner: Any, forward_batch: Any, *, is_late: bool = False) -> SingleForwardManager | None:
+        """Begin a forward and run HEAD; return what is to be ended behind it, or None where it goes by unwatched.
+
+        Args:
+            runner, forward_batch: of the forward.
+            is_late: whether it is launched already, see `_may_look_later`.
+        """
         if self.off or runner not in self._groups or not forward_batch.batch_size:
             return None
         if self._lifetime.has_freed or self._ended:
             self._retire_freed()
         if self._host_tiers is not None:
-            self._host_tiers.before_forward()
+            self._host_tiers.before_forward(is_beside=is_late)
         requests, self._in_order = None, True
         with self._repeats as part:
             requests = self._composed(forward_batch)
