@@ -408,9 +408,9 @@ def adapters(engine: str, requests: tuple[int, ...], json_path: Path | None) -> 
     \b
     host us     microseconds of a step, the median
     p90         what nine of ten steps stay below
-    a token     nanoseconds of a step on average, by the tokens that it
-                yields: engines that begin requests in steps of their own
-                have more steps
+    us a token  those of a step on average, by the tokens that it yields:
+                engines that begin requests in steps of their own have
+                more steps
     caches      as a tiny model leaves the CPU's, or cold, as a large one does
     repeated    share of the decode steps that only sent new numbers
 
@@ -431,7 +431,7 @@ def adapters(engine: str, requests: tuple[int, ...], json_path: Path | None) -> 
     from kv_canary.commands.facts import facts
     from kv_canary.difftest.stress.processes import in_fork
 
-    columns = ("adapter", "batch", "requests", "caches", "host us", "p90", "a token", "repeated")
+    columns = ("adapter", "batch", "requests", "caches", "host us", "p90", "us a token", "repeated")
     table = Table(*columns, title="Host time of a step")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -442,8 +442,8 @@ def adapters(engine: str, requests: tuple[int, ...], json_path: Path | None) -> 
             if "error" in row:
                 raise click.ClickException(f"bench: {row['error']}")
             rows.append(row)
-            token = row["mean_us"] / row["tokens"] * 1000
-            told = (f"{row['host_us']:.0f}", f"{row['p90_us']:.0f}", f"{token:.0f}", f"{row['repeated']:.0%}")
+            token = row["mean_us"] / row["tokens"]
+            told = (f"{row['host_us']:.0f}", f"{row['p90_us']:.0f}", f"{token:.2f}", f"{row['repeated']:.0%}")
             table.add_row(row["engine"], batch, str(count), caches, *told)
             if json_path is not None:
                 _keep(json_path, engine, rows, facts("cpu", kind=KIND))
