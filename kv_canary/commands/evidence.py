@@ -139,7 +139,7 @@ KINDS = {
         command="kv-canary bench engine --json FILE",
     ),
     "tiers_cost": Evidence(
-        files=_on_cards("engine_cost_tiers"),
+        files=(*_on_cards("engine_cost_tiers"), *_on_cards("engine_cost_tiers_more")),
         sources=(*SGLANG, *TIERS, *SERVING),
         command="kv-canary bench engine --tiers 16x64x4096 --json FILE",
     ),
