@@ -13,7 +13,7 @@ from kv_canary.errors import must_be
 from kv_canary.observers import RequestVerdict
 from kv_canary.runtime.composition import BatchRequests
 from kv_canary.runtime.context import CanaryContext
-from kv_canary.runtime.host import on_device, pinned
+from kv_canary.runtime.host import Landing, on_device
 from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.runtime.seals import SEAL_COUNTS, ListedSlots
 from kv_canary.runtime.summary import AuditFacts
@@ -49,7 +49,7 @@ class Audits:
         self._admitted, self._ended = (
             torch.zeros(SEAL_COUNTS, dtype=torch.int64, device=context.device) for _ in range(2)
         )
-        self._seen = pinned(SEAL_COUNTS, context.device)
+        self._seen = Landing(SEAL_COUNTS, context.device)
         # Of each pool: the slots that KV has come to behind the step of this number, and has been held against its
         # seals, all of them marked.
         self._came: dict[KvPool, tuple[int, list[torch.Tensor]]] = {}
@@ -199,7 +199,7 @@ class Audits:
         """What audits have done, as of some steps ago; None where there are none."""
         if not (self.admits or self.completes):
             return None
-        _, admitted, unsealed, _ = self._seen.tolist()
+        _, admitted, unsealed, _ = self._seen.host.tolist()
         return AuditFacts(
             admitted=admitted, completed=self._completed, verified=self._verified, unsealed=unsealed + self._unsealed
         )
@@ -281,12 +281,12 @@ class _Counts:
     """What `verify_seals` had counted when a request had been looked at, on its way to the host."""
 
     def __init__(self, device: torch.device) -> None:
-        self._here = pinned(SEAL_COUNTS, device)
+        self._here = Landing(SEAL_COUNTS, device)
         self._arrived = torch.Event(device) if device.type == "cuda" else None
 
     def bring(self, there: torch.Tensor) -> None:
         """Copy int64 `there` [4] to the host, without waiting for it."""
-        self._here.copy_(there, non_blocking=True)
+        self._here.bring(there)
         if self._arrived is not None:
             self._arrived.record()
 
@@ -297,5 +297,5 @@ class _Counts:
                 self._arrived.synchronize()
             elif not self._arrived.query():
                 return None
-        found: list[int] = self._here.tolist()
+        found: list[int] = self._here.host.tolist()
         return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kv_canary.runtime.device_state import FIRST_STATUS, NUM_COUNTERS, VIOLATION_COUNT, CanaryDeviceState
-from kv_canary.runtime.host import pinned
+from kv_canary.runtime.host import Landing
 from kv_canary.specs.violation_row import ViolationRow
 
 
@@ -165,8 +165,8 @@ class Sheet:
     """
 
     def __init__(self, words: torch.Tensor, *, is_kept: bool = False) -> None:
-        self._there, self._here = words, pinned(len(words), words.device)
-        self.is_kept, self.values = is_kept, self._here.numpy()
+        self._there, self._here = words, Landing(len(words), words.device)
+        self.is_kept, self.values = is_kept, self._here.host.numpy()
         self.statuses = self.values[FIRST_STATUS:].view("int32")
         # Compared as bytes: a reduction costs many times that where its code is not in the processor's cache.
         self._statuses = self.values[FIRST_STATUS:].data.cast("B")
@@ -180,4 +180,4 @@ class Sheet:
 
     def copy(self) -> None:
         """Copy the words, without waiting for them."""
-        self._here.copy_(self._there, non_blocking=True)
+        self._here.bring(self._there)

@@ -14,7 +14,7 @@ from kv_canary import ops
 from kv_canary.constants import Tag
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.cost import DeviceTimer
-from kv_canary.runtime.host import Mailbox, aligned, front, pinned
+from kv_canary.runtime.host import Landing, Mailbox, aligned, front
 from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.runtime.replays import round_up, rounded
 from kv_canary.runtime.summary import ScrubFacts
@@ -121,6 +121,7 @@ class ListedSlots:
         words = max(rounded(context.limits.max_len)) if self._replays.rounds_up else 0
         self._slots = torch.zeros(words, dtype=torch.int64, device=context.device)
         self._span = torch.zeros(2, dtype=torch.int64, device=context.device)
+        self._count = self._span[1:]
 
     def verify(
         self,
@@ -129,7 +130,7 @@ class ListedSlots:
         *,
         checked: torch.Tensor,
         count: torch.Tensor | None = None,
-        seen: torch.Tensor | None = None,
+        seen: Landing | None = None,
     ) -> None:
         """Hold slots of a group's pool against their seals; see `verify_sealed`.
 
@@ -138,20 +139,20 @@ class ListedSlots:
             parts: the slots, integers on the device, in any number of pieces.
             checked: what it counts in; it stays where it is.
             count: how many of them, from the first on, int64 [1] on the device; None: all.
-            seen: where that is copied to, on the host; likewise. None: nowhere.
+            seen: where that is brought to; likewise. None: nowhere.
         """
         context, most = self._context, sum(map(len, parts))
         if not most or group.pool.seals is None:
             return
         if count is None:
-            self._span[1:].fill_(most)
+            self._count.fill_(most)
         else:
-            self._span[1:].copy_(count)
+            self._count.copy_(count)
         if most > len(self._slots):
             slots = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to(torch.int64)
             verify_sealed(context, group, slots=aligned(slots), span=self._span, checked=checked)
             if seen is not None:
-                seen.copy_(checked, non_blocking=True)
+                seen.bring(checked)
             return
         size = round_up(most, len(self._slots))
         # Behind a forward the number of its step lies where that has read it, and need not be sent again.
@@ -160,7 +161,7 @@ class ListedSlots:
         def launch() -> None:
             verify_sealed(context, group, slots=slots, span=self._span, checked=checked, step=step)
             if seen is not None:
-                seen.copy_(checked, non_blocking=True)
+                seen.bring(checked)
 
         start = 0
         for part in parts:
@@ -197,7 +198,7 @@ class Scrub:
         self._on_gpu = context.device.type == "cuda"
         self._turn, self._cursor = 0, 1
         self._checked = torch.zeros(SEAL_COUNTS, dtype=torch.int64, device=context.device)
-        self._seen = pinned(SEAL_COUNTS, context.device)
+        self._seen = Landing(SEAL_COUNTS, context.device)
         # Launches are replayed, that of each pool on the same span and step.
         self._replays, self._mailbox = context.new_replays(), Mailbox(context.device, words=4)
         self._bandwidth = _UNKNOWN_BANDWIDTH if self._on_gpu else _SLOW_BANDWIDTH
@@ -261,7 +262,7 @@ class Scrub:
         """What scrubs have done, as of some steps ago; None where nothing is sealed."""
         if not self._turns:
             return None
-        _, verified, unsealed, _ = self._seen.tolist()
+        _, verified, unsealed, _ = self._seen.host.tolist()
         oldest = time.monotonic() - self._last_began if self._rounds else None
         return ScrubFacts(verified=verified, unsealed=unsealed, rounds=self._rounds, oldest=oldest)
 
@@ -278,7 +279,7 @@ class Scrub:
 
         def launch() -> None:
             verify_sealed(context, group, slots=None, span=span, checked=self._checked, step=step)
-            self._seen.copy_(self._checked, non_blocking=True)
+            self._seen.bring(self._checked)
 
         began = time.monotonic()
         with contextlib.nullcontext() if timer is None else timer.span():
