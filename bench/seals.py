@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +24,8 @@ from kv_canary.specs.structures import Endpoint, ViolationLog
 _ROUNDS, _REPLAYS = 7, 15
 # Bytes whose scrub is timed: a pool of so many where the GPU has them free, or else worked out from one of fewer.
 _SCRUBBED, _POOL_BYTES = 100e9, 24 << 30
+# Requests that end together.
+_TOGETHER = 16
 # Slots on a CPU, where only the benchmark is checked.
 _FEW_SLOTS = 300
 _STEP = 7
@@ -193,11 +196,16 @@ def moments(sealed: Sealed) -> dict[str, float]:
     )
     try:
         slots = sealed.random(length)
+        together = [(str(n), {"full": slots}) for n in range(_TOGETHER)]
         completing = [_host_us(lambda: manager.complete("request", {"full": slots}), device) for _ in range(50)]
+        many = [_host_us(lambda: manager.complete_all(together), device) for _ in range(50)]
         manager.flush()
     finally:
         manager.close()
-    return {f"complete_{shape.name}_{length}_host_us": sorted(completing[10:])[len(completing[10:]) // 2]}
+    return {
+        f"complete_{shape.name}_{length}_host_us": statistics.median(completing[10:]),
+        f"complete_all_{shape.name}_{_TOGETHER}x{length}_host_us": statistics.median(many[10:]),
+    }
 
 
 def _host_us(call: Callable[[], object], device: torch.device) -> float:

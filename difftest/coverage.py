@@ -125,6 +125,7 @@ def _features() -> dict[str, Feature]:
         ("scales:given", sealing, "scales lie in buffers of their own"),
         ("bands:one", sealing, "a seal is one word"),
         ("bands:several", sealing, "it is several"),
+        ("lists:given", "verify_seals", "several lists are counted apart"),
         ("band:wide", sealing, "each may be of several layers"),
         ("seal:fresh", "seal", "slots whose records a step has written are sealed"),
         ("tile:write", "write", "a segment is longer than a tile"),

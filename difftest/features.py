@@ -249,6 +249,8 @@ def _new_seals(a: Mapping[str, Any]) -> Features:
 
 def _verify_seals(a: Mapping[str, Any]) -> Features:
     yield from _seal(a)
+    if a["ends"] is not None:
+        yield "lists:given"
     yield from _log(a)
     yield from _step(a["step"])
 

@@ -26,7 +26,7 @@ _SEAL_K = tl.constexpr(int(Reason.SEAL_K))
 _SEAL_V = tl.constexpr(int(Reason.SEAL_V))
 
 
-@triton.jit(do_not_specialize=["total", "num_bands", "layers_per_band", "seed", "bands_at_once", "site"])
+@triton.jit(do_not_specialize=["total", "num_bands", "layers_per_band", "seed", "num_lists", "bands_at_once", "site"])
 def _verify_seals(
     # inputs
     slots_ptr,
@@ -42,9 +42,12 @@ def _verify_seals(
     seed,
     seals,
     step_ptr,
+    ends_ptr,
+    num_lists,
     # outputs
     log,
     checked_ptr,
+    counts_ptr,
     site,
     bands_at_once,
     # constants
@@ -70,6 +73,9 @@ def _verify_seals(
         if first_band == 0:
             tl.atomic_add(checked_ptr + 1, tl.sum(sealed.to(tl.int64), axis=0))
             tl.atomic_add(checked_ptr + 2, tl.sum((live & (sealed == 0)).to(tl.int64), axis=0))
+            if ends_ptr is not None:
+                count_ptr, inside = _count_of(counts_ptr, ends_ptr, num_lists, first + tile * SLOTS, SLOTS)
+                tl.atomic_add(count_ptr + tl.where(sealed, 0, 1), 1, mask=live & inside)
         for band in range(first_band, tl.minimum(first_band + bands_at_once, num_bands)):
             kept = tl.load(seal_ptr + 1 + band, mask=sealed, other=0)
             layer = band * wide
@@ -100,6 +106,21 @@ def _verify_seals(
                 )
                 report(log, wrong, words)
                 tl.atomic_add(checked_ptr + 3, tl.sum(wrong.to(tl.int64), axis=0))
+                if ends_ptr is not None:
+                    count_ptr, inside = _count_of(counts_ptr, ends_ptr, num_lists, first + tile * SLOTS, SLOTS)
+                    tl.atomic_add(count_ptr + 2, 1, mask=wrong & inside)
+
+
+@triton.jit
+def _count_of(counts_ptr, ends_ptr, num_lists, first, SLOTS: tl.constexpr):
+    """Where the counts of the lists of entries [first, first + SLOTS) are, and which of these are of a list."""
+    entry = first + tl.arange(0, SLOTS)
+    of_list = tl.zeros([SLOTS], dtype=tl.int64)
+    for number in range(num_lists):
+        # number < lists
+        of_list += (tl.load(ends_ptr + number) <= entry).to(tl.int64)
+    # Where it is inside, 0 <= of_list < lists.
+    return counts_ptr + of_list * 3, of_list < num_lists
 
 
 def verify_seals(
@@ -113,6 +134,8 @@ def verify_seals(
     step: torch.Tensor,
     violations: ViolationLog,
     checked: torch.Tensor,
+    ends: torch.Tensor | None,
+    counts: torch.Tensor | None,
 ) -> None:
     """Hold all bytes of slots against their seals; see specs/verify_seals.py."""
     total = len(endpoint.records) if slots is None else len(slots)
@@ -130,9 +153,12 @@ def verify_seals(
         seed,
         seals_of(seals),
         step,
+        ends,
+        0 if ends is None else len(ends),
         # outputs
         log_of(violations),
         checked,
+        counts,
         # constants
         site=endpoint.site,
         **sizes,

@@ -22,7 +22,7 @@ def seal(
     seals: torch.Tensor,
 ) -> None:
     """Keep a hash of all bytes of slots; see specs/seal.py."""
-    chosen = chosen_slots(slots, span, endpoint)
+    _, chosen = chosen_slots(slots, span, endpoint)
     record = load_records(endpoint.records, chosen, torch.ones_like(chosen, dtype=torch.bool))
     taken = torch.ones_like(record.written)
     if written_in is not None:

@@ -15,17 +15,19 @@ from kv_canary.specs.sealing import num_bands
 from kv_canary.specs.structures import Endpoint, KvSource
 
 
-def chosen_slots(slots: torch.Tensor | None, span: torch.Tensor, endpoint: Endpoint) -> torch.Tensor:
-    """Return the slots of a span that have a record and bytes; see specs/sealing.py."""
+def chosen_slots(
+    slots: torch.Tensor | None, span: torch.Tensor, endpoint: Endpoint
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the entries of a span whose slots have a record and bytes, and these slots; see specs/sealing.py."""
     total = len(endpoint.records) if slots is None else len(slots)
     first, count = (int(word) for word in span)
     first, count = (first, min(max(count, 0), total - first)) if 0 <= first <= total else (0, 0)
-    entries = torch.arange(total, device=span.device) if slots is None else slots
-    chosen = entries[first : first + count]
-    chosen = chosen[(chosen > 0) & (chosen < len(endpoint.records))]
+    entries = torch.arange(first, first + count, device=span.device)
+    chosen = entries if slots is None else slots[first : first + count]
+    inside = (chosen > 0) & (chosen < len(endpoint.records))
     for source in (endpoint.k_source, endpoint.v_source, endpoint.k_scales, endpoint.v_scales):
-        chosen = chosen[in_source(source, chosen)]
-    return chosen
+        inside &= in_source(source, chosen)
+    return entries[inside], chosen[inside]
 
 
 def band_words(endpoint: Endpoint, slots: torch.Tensor, *, layers_per_band: int, seed: int) -> torch.Tensor:

@@ -24,9 +24,11 @@ def verify_seals(
     step: torch.Tensor,
     violations: ViolationLog,
     checked: torch.Tensor,
+    ends: torch.Tensor | None,
+    counts: torch.Tensor | None,
 ) -> None:
     """Hold all bytes of slots against their seals; see specs/verify_seals.py."""
-    chosen = chosen_slots(slots, span, endpoint)
+    entries, chosen = chosen_slots(slots, span, endpoint)
     record = load_records(endpoint.records, chosen, torch.ones_like(chosen, dtype=torch.bool))
     live = record.written & (record.writer >= 0)
     sealed = live & (seals[chosen, 0] == record.writer) & (seals[chosen, 1] != 0)
@@ -55,4 +57,11 @@ def verify_seals(
         given=band,
     )
     checked[0] += 1
-    checked[1:] += torch.stack((sealed.sum(), (live & ~sealed).sum(), torch.count_nonzero(reasons)))
+    differ = torch.zeros_like(chosen)
+    differ[of_slot] = torch.count_nonzero(reasons, dim=1)
+    of_slots = torch.stack((sealed.long(), (live & ~sealed).long(), differ), dim=1)
+    checked[1:] += of_slots.sum(0)
+    if ends is not None and counts is not None:
+        of_list = (ends <= entries[:, None]).sum(1)
+        inside = of_list < len(ends)
+        counts.index_add_(0, of_list[inside], of_slots[inside])

@@ -33,7 +33,7 @@ def seal(
     seals: torch.Tensor,
 ) -> None:
     """Keep a hash of all bytes of slots, so that any later change of one of them is seen."""
-    for slot in _taken(slots, span, endpoint):
+    for _, slot in _taken(slots, span, endpoint):
         record = read_record(endpoint.records, slot)
         if written_in is not None and (record[3] >> 24) & STEP_MASK != int(written_in) & STEP_MASK:
             continue
@@ -54,18 +54,28 @@ def verify_seals(
     step: torch.Tensor,
     violations: ViolationLog,
     checked: torch.Tensor,
+    ends: torch.Tensor | None,
+    counts: torch.Tensor | None,
 ) -> None:
     """Hold all bytes of slots against their seals."""
+
+    def count(what: int, entry: int) -> None:
+        checked[what] = signed(int(checked[what]) + 1)
+        if ends is not None and counts is not None:
+            of_list = sum(end <= entry for end in ends.tolist())
+            if of_list < len(ends):
+                counts[of_list, what - 1] = signed(int(counts[of_list, what - 1]) + 1)
+
     checked[0] = signed(int(checked[0]) + 1)
-    for slot in _taken(slots, span, endpoint):
+    for entry, slot in _taken(slots, span, endpoint):
         record = read_record(endpoint.records, slot)
         if not _is_live(record):
             continue
         header, *kept = [word & MASK_64 for word in seals[slot].tolist()]
         if header != record[3] or not kept[0]:
-            checked[2] = signed(int(checked[2]) + 1)
+            count(2, entry)
             continue
-        checked[1] = signed(int(checked[1]) + 1)
+        count(1, entry)
         for band, old in enumerate(kept[: _bands(endpoint, layers_per_band)]):
             new = _word(endpoint, slot, band, layers_per_band, seed)
             reasons = SEAL_K * (old & MASK_32 != new & MASK_32) + SEAL_V * (old >> 32 != new >> 32)
@@ -74,19 +84,19 @@ def verify_seals(
                 position = record[0] >> 32
                 row = [site, reasons, slot, 0, position, record[0], -1, record[1], 0, old, new, record[3], int(step)]
                 report(violations, [*row, 0, 0, band])
-                checked[3] = signed(int(checked[3]) + 1)
+                count(3, entry)
 
 
-def _taken(slots: torch.Tensor | None, span: torch.Tensor, endpoint: Endpoint) -> Iterator[int]:
-    """The slots of a span that have a record and, in every source, bytes."""
+def _taken(slots: torch.Tensor | None, span: torch.Tensor, endpoint: Endpoint) -> Iterator[tuple[int, int]]:
+    """The entries of a span, with their slots, that have a record and, in every source, bytes."""
     entries = list(range(endpoint.records.shape[0])) if slots is None else slots.tolist()
     first, count = span.tolist()
     sources = [s for s in (endpoint.k_source, endpoint.v_source, endpoint.k_scales, endpoint.v_scales) if s is not None]
     if not 0 <= first <= len(entries):
         return
-    for slot in entries[first:][: max(count, 0)]:
+    for entry, slot in list(enumerate(entries))[first:][: max(count, 0)]:
         if 0 < slot < endpoint.records.shape[0] and all(_place(source, slot) is not None for source in sources):
-            yield slot
+            yield entry, slot
 
 
 def _bands(endpoint: Endpoint, layers_per_band: int) -> int:

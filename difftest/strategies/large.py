@@ -325,7 +325,13 @@ def _seals(op: str, source: KvSource, *, num_slots: int) -> dict[str, Any]:
         return call | {"written_in": None}
     # As launches before have left it.
     checked = torch.arange(3, 7)
-    return call | {"step": torch.tensor([9]), "violations": ViolationLog.allocate(ring_cap=4), "checked": checked}
+    return call | {
+        "step": torch.tensor([9]),
+        "violations": ViolationLog.allocate(ring_cap=4),
+        "checked": checked,
+        "ends": None,
+        "counts": None,
+    }
 
 
 def _unmixed(mixed: int) -> int:

@@ -14,9 +14,11 @@ from kv_canary.difftest.strategies.domain import (
     draw_giant,
     int64,
     often,
+    replace_some,
     steps,
     violation_logs,
 )
+from kv_canary.difftest.strategies.edge_values import HOSTILE, INT64_MAX, INT64_MIN
 from kv_canary.difftest.strategies.seals import SealedPool, seal_all, sealed_pools
 from kv_canary.specs.structures import KvSource
 
@@ -38,12 +40,24 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
         _damage_seals(draw, pool, taken)
     if often(draw, 3):
         damage_records(draw, endpoint.records, taken)
+    total = len(endpoint.records) if pool.slots is None else len(pool.slots)
+    ends = _ends(draw, total) if often(draw, 3) else None
     return {
         **pool.arguments,
         "step": int64([draw(steps)]),
         "violations": draw(violation_logs()),
         "checked": torch.arange(4) * 1000,
+        "ends": None if ends is None else int64(ends),
+        "counts": None if ends is None else torch.arange(3 * len(ends)).view(-1, 3) * 100,
     }
+
+
+def _ends(draw: Any, total: int) -> list[int]:
+    """Return where lists of so many entries end, some of them empty, and sometimes what no caller should give."""
+    ends = sorted(draw(st.lists(st.integers(0, total), max_size=5)))
+    if draw(st.booleans()):
+        ends.append(total)
+    return replace_some(draw, ends, (*HOSTILE, INT64_MAX, INT64_MIN)) if often(draw, 4) else ends
 
 
 def _flip(draw: Any, source: KvSource, slot: int) -> None:

@@ -357,8 +357,9 @@ class Session:
         ended, self._ended = self._ended, []
         with self._contained("completing requests"), self._on_stream():
             sent = iter(send(self.manager.device, *(its.numpy() for _, slots in ended for its in slots.values())))
-            for request_id, slots in ended:
-                self.manager.complete(str(request_id), {name: next(sent) for name in slots})
+            self.manager.complete_all(
+                [(str(request_id), {name: next(sent) for name in slots}) for request_id, slots in ended]
+            )
 
     def _retire_freed(self) -> None:
         if self._ended:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kv_canary.errors import must_be
@@ -15,10 +17,14 @@ from kv_canary.runtime.composition import BatchRequests
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.host import Landing, on_device
 from kv_canary.runtime.pools import BufferGroup, KvPool
-from kv_canary.runtime.seals import SEAL_COUNTS, ListedSlots
+from kv_canary.runtime.seals import LIST_COUNTS, MOST_LISTS, SEAL_COUNTS, ListedSlots
 from kv_canary.runtime.summary import AuditFacts
 
-# Requests that have ended and whose verdicts are under way, at most; the oldest is waited for then.
+# A request that has ended: what verdicts call it, and by group int64 slots.
+Ended = tuple[str, Mapping[str, torch.Tensor]]
+
+# Requests that have ended and whose verdicts are kept until they are asked for, at most; and launches whose counts are
+# under way: the oldest are waited for then.
 _MOST_UNDER_WAY = 1024
 # Arrivals behind one step whose slots are marked; what is marked no more is looked at again.
 _MOST_CAME = 1024
@@ -45,10 +51,12 @@ class Audits:
         self._groups = {g.name: g for g in context.groups}
         self._layers = {g.name: _layers(g.pool) for g in sealed}
         self._listed = ListedSlots(context)
-        # What is counted of requests that come, and of those that end, since the beginning.
+        # What is counted of requests that come, and of those that end, since the beginning; of these, also by their
+        # places among those that have ended at a time.
         self._admitted, self._ended = (
             torch.zeros(SEAL_COUNTS, dtype=torch.int64, device=context.device) for _ in range(2)
         )
+        self._counts = torch.zeros(MOST_LISTS, LIST_COUNTS, dtype=torch.int64, device=context.device)
         self._seen = Landing(SEAL_COUNTS, context.device)
         # Of each pool: the slots that KV has come to behind the step of this number, and has been held against its
         # seals, all of them marked.
@@ -59,7 +67,7 @@ class Audits:
         self._arrived: deque[RequestVerdict] = deque(maxlen=_MOST_UNDER_WAY)
         self._spare: list[_Counts] = []
         # As it was before the oldest of those that are under way.
-        self._counted = [0] * SEAL_COUNTS
+        self._counted = np.zeros((MOST_LISTS, LIST_COUNTS), np.int64)
         self._completed = self._verified = self._unsealed = 0
 
     def admit(self, groups: Sequence[BufferGroup], requests: BatchRequests, tables: Mapping[str, torch.Tensor]) -> None:
@@ -122,35 +130,66 @@ class Audits:
         self._came.setdefault(pool, (self._context.step, []))[1].append(slots)
         self._marks[pool].index_fill_(0, slots, 1)
 
-    def complete(self, request_id: str, slots: Mapping[str, torch.Tensor]) -> None:
-        """Hold the slots of a request that has ended against their seals; the verdict comes by `poll`.
+    def complete(self, ended: Sequence[Ended]) -> None:
+        """Hold the slots of requests that have ended against their seals; the verdicts come by `poll`.
 
         Args:
-            request_id: how verdicts call it.
-            slots: int64 [n] by group name, before anybody else is given them.
+            ended: the requests, before anybody else is given their slots.
 
         Raises:
             ValueError: there is no such group.
         """
-        for name in slots:
-            if name not in self._groups:
-                raise ValueError(must_be("complete", "slots", f"of the groups {', '.join(self._groups)}", repr(name)))
+        for _, slots in ended:
+            for name in slots:
+                if name not in self._groups:
+                    groups = f"of the groups {', '.join(self._groups)}"
+                    raise ValueError(must_be("complete", "slots", groups, repr(name)))
+        for those in self._at_once(ended):
+            self._complete(those)
+
+    def _at_once(self, ended: Sequence[Ended]) -> Iterator[Sequence[Ended]]:
+        """Yield the requests, as many as one launch for each group takes at a time."""
+        first, counts = 0, dict[str, int]()
+        for number, (_, slots) in enumerate(ended):
+            for name, its in slots.items():
+                counts[name] = counts.get(name, 0) + len(its)
+            is_full = number - first == MOST_LISTS or max(counts.values(), default=0) > self._listed.room
+            if is_full and number > first:
+                yield ended[first:number]
+                first, counts = number, {name: len(its) for name, its in slots.items()}
+        if first < len(ended):
+            yield ended[first:]
+
+    def _complete(self, ended: Sequence[Ended]) -> None:
+        """Hold the slots of requests that have ended against their seals, by one launch for each group."""
         if len(self._under_way) > _MOST_UNDER_WAY:
             # Requests end, and no step begins, which would take what has arrived.
             self._arrived.extend(self._poll(wait=False))
-        layers, is_whole = 0, False
+        layers, is_whole = [0] * len(ended), False
         try:
-            for name, its in slots.items():
-                if name in self._layers and len(its):
-                    self._listed.verify(
-                        self._groups[name], (on_device(its, self._context.device),), checked=self._ended
-                    )
-                    layers = max(layers, self._layers[name])
+            for name, deep in self._layers.items():
+                found = [slots.get(name) for _, slots in ended]
+                lengths = [0 if its is None else len(its) for its in found]
+                layers = [max(most, deep) if length else most for most, length in zip(layers, lengths, strict=True)]
+                self._listed.verify_lists(
+                    self._groups[name],
+                    self._sent([its for its in found if its is not None and len(its)]),
+                    list(accumulate(lengths)),
+                    checked=self._ended,
+                    counts=self._counts,
+                )
             is_whole = True
         finally:
             counts = self._spare.pop() if self._spare else _Counts(self._context.device)
-            counts.bring(self._ended)
-            self._under_way.append(_Completion(request_id, self._context.step, layers, counts, is_whole))
+            counts.bring(self._counts)
+            names = [name for name, _ in ended]
+            self._under_way.append(_Completion(names, self._context.step, layers, counts, is_whole))
+
+    def _sent(self, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return int64 slots on the device; those that all come from the host by one copy."""
+        if len(parts) > 1 and all(its.device.type == "cpu" for its in parts):
+            parts = (torch.cat(list(parts)),)
+        return [on_device(its, self._context.device).to(torch.int64) for its in parts]
 
     @property
     def is_idle(self) -> bool:
@@ -174,24 +213,25 @@ class Audits:
                 break
             self._under_way.popleft()
             self._spare.append(completion.counts)
-            # One after the other, on one stream: what has been added is this one's.
-            _, slots, unsealed, damaged = (now - before for now, before in zip(counted, self._counted, strict=True))
-            self._counted = counted
+            # One after the other, on one stream: what has been added is theirs.
+            added, self._counted = (counted - self._counted).tolist(), counted
             if not completion.is_whole:
                 continue
-            self._completed += 1
-            self._verified += slots
-            self._unsealed += unsealed
-            found.append(
-                RequestVerdict(
-                    request_id=completion.request_id,
-                    step=completion.step,
-                    slots=slots,
-                    layers=completion.layers,
-                    unsealed=unsealed,
-                    damaged=damaged,
+            each = zip(completion.request_ids, completion.layers, added, strict=False)
+            for name, layers, (slots, unsealed, damaged) in each:
+                self._completed += 1
+                self._verified += slots
+                self._unsealed += unsealed
+                found.append(
+                    RequestVerdict(
+                        request_id=name,
+                        step=completion.step,
+                        slots=slots,
+                        layers=layers,
+                        unsealed=unsealed,
+                        damaged=damaged,
+                    )
                 )
-            )
         return found
 
     @property
@@ -267,35 +307,36 @@ def slots_of(group: BufferGroup, table: torch.Tensor, spans: Sequence[tuple[int,
 
 
 class _Completion(NamedTuple):
-    """A request that has ended, and whose verdict is under way."""
+    """Requests that have ended, and whose verdicts are under way."""
 
-    request_id: str
+    request_ids: Sequence[str]
     step: int
-    layers: int
+    # Of each, how many layers' bytes were looked at.
+    layers: Sequence[int]
     counts: _Counts
-    # False: some of it was not looked at, so that nothing is said of it.
+    # False: some of it was not looked at, so that nothing is said of them.
     is_whole: bool
 
 
 class _Counts:
-    """What `verify_seals` had counted when a request had been looked at, on its way to the host."""
+    """What `verify_seals` had counted when requests had been looked at, on its way to the host."""
 
     def __init__(self, device: torch.device) -> None:
-        self._here = Landing(SEAL_COUNTS, device)
+        self._here = Landing(MOST_LISTS * LIST_COUNTS, device)
         self._arrived = torch.Event(device) if device.type == "cuda" else None
 
     def bring(self, there: torch.Tensor) -> None:
-        """Copy int64 `there` [4] to the host, without waiting for it."""
-        self._here.bring(there)
+        """Copy int64 `there` [lists, counts] to the host, without waiting for it."""
+        self._here.bring(there.view(-1))
         if self._arrived is not None:
             self._arrived.record()
 
-    def arrived(self, *, wait: bool) -> list[int] | None:
+    def arrived(self, *, wait: bool) -> npt.NDArray[np.int64] | None:
         """Return what was brought; None: it has not arrived, and is not waited for."""
         if self._arrived is not None:
             if wait:
                 self._arrived.synchronize()
             elif not self._arrived.query():
                 return None
-        found: list[int] = self._here.host.tolist()
-        return found
+        # A copy: the memory is another's next.
+        return self._here.host.numpy().reshape(MOST_LISTS, LIST_COUNTS).copy()

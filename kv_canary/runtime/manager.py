@@ -380,10 +380,21 @@ class CanaryManager:
         Raises:
             ValueError: in raise mode, there is no such group.
         """
+        self.complete_all([(request_id, slots)])
+
+    def complete_all(self, ended: Sequence[tuple[str, Mapping[str, torch.Tensor]]]) -> None:
+        """Hold every byte that requests which have ended have rested on against its seal, by few launches.
+
+        Args:
+            ended: what `complete` takes of each.
+
+        Raises:
+            ValueError: in raise mode, there is no such group.
+        """
         if not self.is_off:
-            with self.guard.contain("completing a request"):
+            with self.guard.contain("completing requests"):
                 self._steps.expect_idle("complete")
-                self._steps.complete(request_id, slots)
+                self._steps.complete(ended)
 
     def row_ended(self, row: int) -> None:
         """Take in that the request of a row has given the slots that its row names back, for good or for a while.

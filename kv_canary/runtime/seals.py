@@ -16,7 +16,7 @@ from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.cost import DeviceTimer
 from kv_canary.runtime.host import Landing, Mailbox, aligned, front
 from kv_canary.runtime.pools import BufferGroup, KvPool
-from kv_canary.runtime.replays import round_up, rounded
+from kv_canary.runtime.replays import round_up
 from kv_canary.runtime.summary import ScrubFacts
 
 # Steps from one piece of a scrub to the next: launches cost the host more than what they read costs the device.
@@ -27,6 +27,11 @@ _UNKNOWN_BANDWIDTH, _SLOW_BANDWIDTH = 100e9, 10e6
 _LONGEST = 1.0
 # Words that `verify_seals` counts in: launches, slots, slots without a seal, bands that differ.
 SEAL_COUNTS = 4
+# Lists that are looked at by one launch, at most, and words of each that it counts in: all but its launches.
+MOST_LISTS, LIST_COUNTS = 64, SEAL_COUNTS - 1
+# Slots that one launch which is replayed takes, at most, unless one request may have more; of how many requests, if all
+# are as long as they may be.
+_MOST_LISTED, _LONGEST_LISTED = 1 << 17, 8
 # Pieces of a scrub that are remembered, and damaged slots.
 _MOST_PIECES, _MOST_DAMAGED = 4096, 4096
 # As many slots as there are.
@@ -68,6 +73,8 @@ def verify_sealed(
     checked: torch.Tensor,
     tag: Tag | None = None,
     step: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """Hold slots of a group's pool against their seals, on the stream of the forwards, between them.
 
@@ -81,6 +88,7 @@ def verify_sealed(
         checked: what it counts in.
         tag: what reports name; None: the group's sweep.
         step: that it is found in, int64 [1]; None: the present one.
+        ends, counts: of several lists, see `verify_seals`; None: it is one.
     """
     seals = group.pool.seals
     if seals is None:
@@ -95,6 +103,8 @@ def verify_sealed(
         step=context.state.step if step is None else step,
         violations=context.state.violations,
         checked=checked,
+        ends=ends,
+        counts=counts,
         backend=context.backend,
     )
 
@@ -103,9 +113,12 @@ def warm_up(context: CanaryContext) -> None:
     """Verify nothing by every launch that may verify seals, so that all kernels are compiled."""
     nothing = torch.zeros(2, dtype=torch.int64, device=context.device)
     checked = torch.zeros(SEAL_COUNTS, dtype=torch.int64, device=context.device)
+    counts = torch.zeros(MOST_LISTS, LIST_COUNTS, dtype=torch.int64, device=context.device)
+    ends = torch.zeros(MOST_LISTS, dtype=torch.int64, device=context.device)
     for group in context.groups:
         for slots in (None, nothing):
             verify_sealed(context, group, slots=slots, span=nothing, checked=checked)
+        verify_sealed(context, group, slots=nothing, span=nothing, checked=checked, ends=ends, counts=counts)
 
 
 class ListedSlots:
@@ -118,10 +131,18 @@ class ListedSlots:
     def __init__(self, context: CanaryContext) -> None:
         self._context, self._replays = context, context.new_replays()
         # Where launches that are replayed read their slots, and how many of those: int64 [2], see `verify_seals`.
-        words = max(rounded(context.limits.max_len)) if self._replays.rounds_up else 0
+        longest = context.limits.max_len
+        words = max(longest, min(_LONGEST_LISTED * longest, _MOST_LISTED)) if self._replays.rounds_up else 0
         self._slots = torch.zeros(words, dtype=torch.int64, device=context.device)
         self._span = torch.zeros(2, dtype=torch.int64, device=context.device)
         self._count = self._span[1:]
+        # The span and the ends of several lists.
+        self._mailbox = Mailbox(context.device, words=2 + MOST_LISTS)
+
+    @property
+    def room(self) -> int:
+        """How many slots lists have that are looked at by one launch, at most."""
+        return len(self._slots) or _MOST_LISTED
 
     def verify(
         self,
@@ -169,6 +190,48 @@ class ListedSlots:
             slots[start:end].copy_(part)
             start = end
         self._replays.run((group.name, size, checked.data_ptr(), step.data_ptr()), launch)
+
+    def verify_lists(
+        self,
+        group: BufferGroup,
+        parts: Sequence[torch.Tensor],
+        ends: Sequence[int],
+        *,
+        checked: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> None:
+        """Hold lists of slots of a group's pool against their seals, by one launch; see `verify_sealed`.
+
+        Args:
+            group: whose pool it is.
+            parts: the slots of all, int64 on the device, in any number of pieces.
+            ends: where each list ends in them.
+            checked: what it counts in; it stays where it is.
+            counts: what it counts each list's in, int64 [lists at most, 3]; likewise.
+        """
+        context, total = self._context, ends[-1]
+        if not total or group.pool.seals is None:
+            return
+        # Few graphs serve all: where there are fewer lists, what is behind the last one is of none.
+        most = round_up(len(ends), len(counts))
+        span, theirs = self._mailbox.post((0, total), [*ends, *[total] * (most - len(ends))])
+        counts, step = front(counts, most), context.state.step
+        if total > len(self._slots):
+            slots = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+            verify_sealed(
+                context, group, slots=aligned(slots), span=span, checked=checked, step=step, ends=theirs, counts=counts
+            )
+            return
+        size = round_up(total, len(self._slots))
+        slots = front(self._slots, size)
+
+        def launch() -> None:
+            verify_sealed(
+                context, group, slots=slots, span=span, checked=checked, step=step, ends=theirs, counts=counts
+            )
+
+        torch.cat(list(parts), out=front(self._slots, total))
+        self._replays.run((group.name, size, most, checked.data_ptr(), step.data_ptr()), launch)
 
     def forget_graphs(self) -> None:
         """Destroy the graphs that launches are replayed from."""

@@ -15,7 +15,7 @@ from kv_canary.perturb import Perturber
 from kv_canary.ranks import RankWatch
 from kv_canary.reports import CanaryViolationError
 from kv_canary.runtime.accounts import Accounts
-from kv_canary.runtime.audits import Audits
+from kv_canary.runtime.audits import Audits, Ended
 from kv_canary.runtime.batch import ForwardBatch, WatchedForward, relied_on
 from kv_canary.runtime.budget import Budget
 from kv_canary.runtime.composition import BatchRequests, Int64s
@@ -216,10 +216,10 @@ class Steps:
             with self.context.guard.contain("an admission"):
                 self.audits.admit(forward.groups, requests, tables)
 
-    def complete(self, request_id: str, slots: Mapping[str, torch.Tensor]) -> None:
-        """Hold what a request has rested on against its seals; see `CanaryManager.complete`."""
+    def complete(self, ended: Sequence[Ended]) -> None:
+        """Hold what requests have rested on against its seals; see `CanaryManager.complete_all`."""
         if self.audits.completes:
-            self.audits.complete(request_id, slots)
+            self.audits.complete(ended)
 
     def perturb(self, batch: ForwardBatch) -> None:
         """Inject what is to be injected before a forward, once nothing can refuse it."""

@@ -99,6 +99,33 @@ def test_what_has_not_changed_is_found_right(backend: str) -> None:
     assert pool.checked.tolist()[:3] == [1, SLOTS - 1, 0]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lists_are_counted_apart(backend: str) -> None:
+    """A list may be empty, and what is behind the last one is of none."""
+    pool = pool_of(backend)
+    pool.token(pool.endpoint.k_source, 3, 7)[0] ^= 1
+    pool.token(pool.endpoint.v_source, 0, 7)[1] ^= 1
+    pool.seals[9, 0] = 0
+    counts = torch.zeros(4, 3, dtype=torch.int64)
+    kc.ops.verify_seals(
+        slots=torch.tensor([1, 7, 0, 9, 7, 2, 3, 9]),
+        span=torch.tensor([1, 7]),
+        endpoint=pool.endpoint,
+        layers_per_band=pool.layers_per_band,
+        seed=SEED,
+        seals=pool.seals,
+        step=torch.tensor([9]),
+        violations=pool.log,
+        checked=pool.checked,
+        ends=torch.tensor([2, 2, 5, 7]),
+        counts=counts,
+        backend=backend,
+    )
+    # Slot 1 is not in the span; 7 of the first list; none; 0, 9 and 7; 2 and 3; and 9 behind all of them.
+    assert counts.tolist() == [[1, 0, 2], [0, 0, 0], [1, 1, 2], [2, 0, 0]]
+    assert pool.checked.tolist() == [1, 4, 2, 4]
+
+
 @pytest.mark.parametrize("layers", [32, 80])
 def test_every_one_of_a_thousand_bits_is_found(layers: int) -> None:
     pool = pool_of("reference", layers=layers, layers_per_band=1, width=64)

@@ -313,9 +313,58 @@ def test_a_request_of_which_only_a_part_was_looked_at_has_no_verdict(monkeypatch
     monkeypatch.undo()
     complete(engine, b)
     assert verdicts(engine).told() == [("b", "intact", 10)]
-    assert engine.manager.summary().failures == {"completing a request: RuntimeError": 1}
+    assert engine.manager.summary().failures == {"completing requests: RuntimeError": 1}
     # It is not lost for that.
     assert {r.reasons for r in engine.found()} == {("SEAL_V",)}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("most", [1 << 17, 24])
+def test_each_of_many_that_end_at_once_has_its_verdict(
+    backend: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one launch, or by as few as there may be where they have more slots than one takes."""
+    monkeypatch.setattr(seals, "_MOST_LISTED", most)
+    engine = audited(backend=backend)
+    requests = [engine.add(name, 60) for name in "abcde"]
+    a, b, _, d, e = requests
+    engine.step((a, 9), (b, 5), (d, 12))
+    engine.step((e, 30))
+    damage(engine, int(slots_in(engine, d)[2]))
+    unsealed = engine.groups[0].pool.seals
+    assert unsealed is not None
+    unsealed.words[slots_in(engine, b)[:2]] = 0
+    ended = [(r.name, {"full": slots_in(engine, r)}) for r in requests]
+    launches = list[int]()
+    real = seals.verify_sealed
+
+    def seen(context: CanaryContext, group: kc.BufferGroup, **arguments: Any) -> None:
+        launches.append(len(arguments["slots"]))
+        real(context, group, **arguments)
+
+    monkeypatch.setattr(seals, "verify_sealed", seen)
+    engine.manager.complete_all(ended)
+    assert launches == ([56] if most > 56 else [14, 12, 30])
+    # Those that end later are counted for themselves.
+    engine.manager.complete("again", ended[1][1])
+    told = [(v.request_id, v.verdict, v.slots, v.unsealed, v.damaged) for v in verdicts(engine).seen]
+    assert told == [
+        ("a", "intact", 9, 0, 0),
+        ("b", "partial", 3, 2, 0),
+        ("c", "intact", 0, 0, 0),
+        ("d", "damaged", 12, 0, 1),
+        ("e", "intact", 30, 0, 0),
+        ("again", "partial", 3, 2, 0),
+    ]
+
+
+def test_more_requests_end_than_one_launch_takes_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = audited()
+    request = engine.add("a", 60)
+    engine.step((request, 9))
+    slots = {"full": slots_in(engine, request)}
+    engine.manager.complete_all([(str(n), slots) for n in range(2 * seals.MOST_LISTS + 3)])
+    assert verdicts(engine).told() == [(str(n), "intact", 9) for n in range(2 * seals.MOST_LISTS + 3)]
 
 
 def test_a_group_that_is_not_there_is_told_in_raise_mode_and_contained_in_the_other() -> None:
@@ -330,7 +379,7 @@ def test_a_group_that_is_not_there_is_told_in_raise_mode_and_contained_in_the_ot
                 engine.manager.complete("a", slots)
         else:
             engine.manager.complete("a", slots)
-            assert engine.manager.summary().failures == {"completing a request: ValueError": 1}
+            assert engine.manager.summary().failures == {"completing requests: ValueError": 1}
 
 
 def test_either_is_off_where_it_is_not_wanted() -> None:

@@ -421,15 +421,15 @@ def test_readers_are_those_whose_rows_name_the_slot(kind: str) -> None:
 def test_a_warm_up_verifies_nothing_by_lists_and_by_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the kernels of both are compiled; whether any is missing shows where nothing interprets them."""
     engine = sealed_engine(scrub_share=0.0)
-    given = list[bool]()
+    given = list[tuple[bool, bool]]()
     verify = ops.verify_seals
 
     def seen(**arguments: Any) -> None:
-        given.append(arguments["slots"] is not None)
+        given.append((arguments["slots"] is not None, arguments["ends"] is not None))
         verify(**arguments)
 
     monkeypatch.setattr(ops, "verify_seals", seen)
     seals.warm_up(engine.manager.context)
-    assert given == [False, True]
+    assert given == [(False, False), (True, False), (True, True)]
     engine.manager.flush()
     assert list(engine.manager.reports) == []

@@ -696,8 +696,8 @@ class Session:
     def _complete_ended(self) -> None:
         """Hold what ended requests rested on against its seals."""
         with self._contain("completing requests"):
-            for name, slots in self._ended.take() if self._ended is not None else ():
-                self.manager.complete(name, slots)
+            if self._ended:
+                self.manager.complete_all(self._ended.take())
 
     def _retire_freed(self) -> None:
         self._complete_ended()

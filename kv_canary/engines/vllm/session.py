@@ -676,6 +676,7 @@ class Session:
     def _leave(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
         """Take in which requests have given their blocks back, for good or for a while."""
         requests, completes, left = self.requests, self.manager.completes, list[tuple[int, Freed]]()
+        ended = list[tuple[str, dict[str, torch.Tensor]]]()
         for name, is_over in chain(zip(finished, repeat(True)), zip(preempted, repeat(False))):
             member = requests.end(name) if is_over else requests.pause(name)
             if member is None or not member.row:
@@ -684,9 +685,11 @@ class Session:
             lists = is_over and completes
             freed = self._blocks.end(member.row, lists=lists, is_known=not member.is_lost)
             if lists and any(map(len, freed.slots.values())):
-                self.manager.complete(member.name, {g.group.name: freed.slots[g.number] for g in self.groups})
+                ended.append((member.name, {g.group.name: freed.slots[g.number] for g in self.groups}))
             left.append((member.owner, freed))
             requests.let_go(member)
+        if ended:
+            self.manager.complete_all(ended)
         if len(left) > MOST_FREERS:
             left = [(0, together(freed for _, freed in left))]
         for owner, freed in left:
