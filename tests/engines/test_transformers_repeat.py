@@ -337,8 +337,8 @@ def test_requests_that_end_together_are_sent_and_retired_together(monkeypatch: p
     from kv_canary.engines import transformers_session
     from kv_canary.runtime.manager import CanaryManager
 
-    sent, retired, completed = list[int](), list[int](), list[str]()
-    send, retire, complete = transformers_session.send, CanaryManager.retire, CanaryManager.complete
+    sent, retired, completed = list[int](), list[int](), list[list[str]]()
+    send, retire, complete_all = transformers_session.send, CanaryManager.retire, CanaryManager.complete_all
 
     def counted_send(device: torch.device, *columns: Any) -> Any:
         sent.append(len(columns))
@@ -348,13 +348,13 @@ def test_requests_that_end_together_are_sent_and_retired_together(monkeypatch: p
         retired.append(owner)
         retire(self, pool, slots, owner=owner, **more)
 
-    def counted_complete(self: CanaryManager, request_id: str, slots: Any) -> None:
-        completed.append(request_id)
-        complete(self, request_id, slots)
+    def counted_complete_all(self: CanaryManager, ended: Any) -> None:
+        completed.append([request_id for request_id, _ in ended])
+        complete_all(self, ended)
 
     monkeypatch.setattr(transformers_session, "send", counted_send)
     monkeypatch.setattr(CanaryManager, "retire", counted_retire)
-    monkeypatch.setattr(CanaryManager, "complete", counted_complete)
+    monkeypatch.setattr(CanaryManager, "complete_all", counted_complete_all)
 
     def scenario(run: Run) -> None:
         run.server.run(Prompts().of_lengths(*[3] * 6), new_tokens=4)
@@ -364,7 +364,10 @@ def test_requests_that_end_together_are_sent_and_retired_together(monkeypatch: p
         run.server.run(Prompts(3).of_lengths(3), new_tokens=2)
 
     run_clean(monkeypatch, "llama", scenario, config=kv_canary.CanaryConfig(backend="reference", seals="layer"))
-    assert len(completed) == len(set(completed)) == 9
+    names = [name for those in completed for name in those]
+    assert len(names) == len(set(names)) == 9
+    # All six are held against their seals by one launch.
+    assert max(map(len, completed)) == 6
     # All six ends in one message to the device, and what they have freed in one launch.
     assert max(sent) >= 6
     many, few = retired[: retired.index(-1)], retired[retired.index(-1) + 1 :]
