@@ -8,9 +8,9 @@ by one where the engine's slot 0 is real.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,7 +30,7 @@ class Events:
     """Callbacks from a layout to the adapter. Slots are record slots.
 
     Args:
-        freed: (pool, slots, request): nothing names their content any more, because of that request if one is named.
+        freed: (pool, blocks, request): nothing names their content any more, because of that request if one is named.
         copied: (pool, source slots, destination slots, request): the engine copied them, for that request.
         request_ended: (request): it has ended, and its blocks are about to be freed.
         request_freed: (request): the engine forgot its blocks.
@@ -41,7 +41,7 @@ class Events:
         written: returns how many positions of a request forwards have written.
     """
 
-    freed: Callable[[KvPool, torch.Tensor, Hashable | None], None]
+    freed: Callable[[KvPool, Sequence[int], Hashable | None], None]
     copied: Callable[[KvPool, torch.Tensor, torch.Tensor, Hashable], None]
     request_ended: Callable[[Hashable], None]
     request_freed: Callable[[Hashable], None]
@@ -52,8 +52,7 @@ class Events:
     written: Callable[[Hashable], int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
+class _Place(NamedTuple):
     """The place of a block when the prefix cache took it in: the engine's keys do not tell.
 
     Args:
@@ -128,21 +127,28 @@ class Layout(ABC):
             if (placed := [b for b in self.cached_blocks(g) if self._is_placed(g, b)])
         ]
 
-    def note_cached(self, request_id: Hashable, *, written: int) -> None:
+    def note_cached(self, request_id: Hashable, *, written: int, new: int) -> None:
         """Note where the blocks of a request stand that the prefix cache has taken in.
 
         Args:
             request_id: the request.
             written: positions of it that hold KV. With asynchronous batching, 5.17 also takes in a block that it has
                 allocated for the next forward, under a key that no prompt will ever have.
+            new: how many of the last of these the cache has just taken in, at most.
         """
         for g in range(len(self.groups)):
             table = self.block_table(g).get(request_id, [])
-            keys = [self.key(g, block) for block in table]
-            for i, block in enumerate(table):
-                if keys[i] is not None and (i + 1) * self.page <= written:
-                    previous, previous_key = (table[i - 1], keys[i - 1]) if i else (None, None)
-                    self._places[g, block] = _Place(index=i, key=keys[i], previous=previous, previous_key=previous_key)
+            count = min(len(table), written // self.page)
+            # What stands before one that is noted already, for whatever request, was noted with it.
+            for i in range(count - 1, -1, -1):
+                key = self.key(g, table[i])
+                if key is None:
+                    continue
+                previous = table[i - 1] if i else None
+                place = _Place(i, key, previous, None if previous is None else self.key(g, previous))
+                if i < count - new and self._places.get((g, table[i])) == place:
+                    break
+                self._places[g, table[i]] = place
 
     def _is_placed(self, group: int, block: int) -> bool:
         """Whether it is known where a block stands that later requests can find."""
@@ -231,7 +237,9 @@ class Layout(ABC):
         def mark(original: Callable[..., Any], state: Any, complete: Any) -> Any:
             result = original(state, complete)
             if complete:
-                self.note_cached(state.request_id, written=events.written(state.request_id))
+                # Newer versions count for each attention type.
+                new = max(complete.values()) if isinstance(complete, dict) else complete
+                self.note_cached(state.request_id, written=events.written(state.request_id), new=new)
             return result
 
         patches.wrap(self.cache, "free_blocks", free)

@@ -73,7 +73,7 @@ class SectorLayout(Layout):
 
         def free(original: Callable[..., Any], index: int, block_ids: list[int]) -> Any:
             result = original(index, block_ids)
-            events.freed(by_index[index], self.block_slots(by_index[index], list(block_ids)), self.freeing)
+            events.freed(by_index[index], block_ids, self.freeing)
             return result
 
         def allocate(original: Callable[..., Any], index: int) -> Any:
@@ -204,7 +204,7 @@ class BlockLayout(Layout):
         blocks = self.cache._block_manager
 
         def freed(ids: list[int]) -> None:
-            events.freed(self.pool, self.block_slots(self.pool, ids), self.freeing)
+            events.freed(self.pool, ids, self.freeing)
 
         def take(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             # Under pressure a cached block loses its key right here, just before it is handed out.

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -84,9 +85,10 @@ class Session:
         )
         # Forwards run in the engine's thread; flushes and uninstalling come from others.
         self._lock = threading.RLock()
-        self._freed: dict[tuple[KvPool, int], list[torch.Tensor]] = {}
-        # Requests that have ended, with the slots of each by group.
-        self._ended: list[tuple[Hashable, dict[str, torch.Tensor]]] = []
+        # Blocks by pool and by the owner number of who has freed them.
+        self._freed: dict[tuple[KvPool, int], list[int]] = {}
+        # Requests that have ended, with the blocks of each group.
+        self._ended: list[tuple[Hashable, list[list[int]]]] = []
         self._patches = Patches(failed=self._hook_failed)
         # All that HEAD and TAIL work on is allocated on their stream, so that it is not reused while they run.
         with self._on_stream():
@@ -339,41 +341,47 @@ class Session:
             sources, targets = send(self.manager.device, src.tolist(), dst.tolist())
             self.manager.move(pool, sources, targets, owner=self._rows.owner(request_id))
 
-    def _note_freed(self, pool: KvPool, slots: torch.Tensor, request_id: Hashable | None) -> None:
-        owner = 0 if request_id is None else self._rows.owner(request_id)
-        self._freed.setdefault((pool, owner), []).append(slots)
+    def _note_freed(self, pool: KvPool, blocks: Sequence[int], request_id: Hashable | None) -> None:
+        if blocks:
+            owner = 0 if request_id is None else self._rows.owner(request_id)
+            self._freed.setdefault((pool, owner), []).extend(blocks)
 
     def _note_ended(self, request_id: Hashable) -> None:
-        if not self.manager.completes:
-            return
-        slots = {
-            group.name: self.layout.block_slots(group.pool, self.layout.block_table(g).get(request_id, []))
-            for g, group in enumerate(self.layout.groups)
-        }
-        self._ended.append((request_id, slots))
+        if self.manager.completes:
+            groups = range(len(self.layout.groups))
+            self._ended.append((request_id, [list(self.layout.block_table(g).get(request_id, ())) for g in groups]))
 
     def _complete_ended(self) -> None:
         """Hold what ended requests rested on against its seals, before its slots are retired."""
+        if not self._ended:
+            return
         ended, self._ended = self._ended, []
         with self._contained("completing requests"), self._on_stream():
-            sent = iter(send(self.manager.device, *(its.numpy() for _, slots in ended for its in slots.values())))
+            slots = dict[str, Sequence[torch.Tensor]]()
+            for g, group in enumerate(self.layout.groups):
+                lists = [blocks[g] for _, blocks in ended]
+                all_of_them = self.layout.block_slots(group.pool, list(chain.from_iterable(lists)))
+                slots[group.name] = all_of_them.split([len(its) * self.layout.page for its in lists])
             self.manager.complete_all(
-                [(str(request_id), {name: next(sent) for name in slots}) for request_id, slots in ended]
+                [
+                    (str(request_id), {name: its[number] for name, its in slots.items()})
+                    for number, (request_id, _) in enumerate(ended)
+                ]
             )
 
     def _retire_freed(self) -> None:
-        if self._ended:
-            self._complete_ended()
+        self._complete_ended()
         if not self._freed:
             return
         freed, self._freed = self._freed, {}
         with self._contained("following what was freed") as failing, self._on_stream():
             if len({owner for _, owner in freed}) > MOST_FREERS:
-                together: dict[tuple[KvPool, int], list[torch.Tensor]] = {}
-                for (pool, _), parts in freed.items():
-                    together.setdefault((pool, 0), []).extend(parts)
+                together: dict[tuple[KvPool, int], list[int]] = {}
+                for (pool, _), blocks in freed.items():
+                    together.setdefault((pool, 0), []).extend(blocks)
                 freed = together
-            sent = send(self.manager.device, *(torch.cat(parts).numpy() for parts in freed.values()))
+            slots_of = self.layout.block_slots
+            sent = send(self.manager.device, *(slots_of(pool, blocks).numpy() for (pool, _), blocks in freed.items()))
             for (pool, owner), slots in zip(freed, sent, strict=True):
                 self.manager.retire(pool, slots, owner=owner)
         if failing.failed:

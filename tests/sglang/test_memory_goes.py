@@ -39,13 +39,13 @@ def test_what_ended_requests_rested_on_is_read_before_the_memory_goes(llama: str
     happened: list[str] = []
     scheduler.weight_updater.memory_saver_adapter = Saver(happened)
     manager = session.current().manager
-    complete = manager.complete
+    complete_all = manager.complete_all
 
-    def completed(name: str, slots: Any) -> Any:
-        happened.append(f"complete {name}")
-        return complete(name, slots)
+    def completed(ended: Any) -> Any:
+        happened.extend(f"complete {name}" for name, _ in ended)
+        return complete_all(ended)
 
-    monkeypatch.setattr(manager, "complete", completed)
+    monkeypatch.setattr(manager, "complete_all", completed)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, engine.VOCABULARY) for _ in range(60)] for _ in range(3)]
     reqs = [engine.submit(scheduler, p, 6 + 10 * n, rid=f"r{n}") for n, p in enumerate(prompts)]
