@@ -34,6 +34,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 import kv_canary
 from kv_canary.commands.facts import facts
 from kv_canary.demo.models import tiny_model
+from kv_canary.difftest.stress.processes import processes, run_tasks
 from kv_canary.runtime.replays import CanaryGraph
 
 PAGE, NEW_TOKENS, TIMEOUT = 16, 24, 120.0
@@ -87,26 +88,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cuda, or cpu, where the engine has no graphs and no async")
     parser.add_argument("--json", type=Path, help="where the JSON goes")
     parser.add_argument("--commit", help="the commit measured, for the JSON (default: what git says)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, all on one device (default: 1)")
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device)
-    transformers.logging.set_verbosity_error()
     begin = time.perf_counter()
     known = tuple(MODES) if device.type == "cuda" else ("eager",)
-    rows, flips = [], []
-    for kind in ("llama", "gemma3"):
-        for dtype in DTYPES:
-            model = make_model(kind, DTYPES[dtype], device)
-            case = {"model": kind, "dtype": dtype}
-            for mode in known:
-                if mode in COMPARED[dtype]:
-                    rows.append({**case, "mode": mode, **compare(model, mode)})
-                    print(_line(rows[-1]), flush=True)
-                if mode in SAMPLED[dtype]:
-                    rows.append({**case, "mode": mode, **compare_sampled(model, mode)})
-                    print(_line(rows[-1]), flush=True)
-                if mode in FLIPPED[dtype]:
-                    flips.append({**case, "mode": mode, **plant(model, mode)})
-                    print(_line(flips[-1]), flush=True)
+    tasks = [
+        _Task(what=what, kind=kind, dtype=dtype, mode=mode, device=str(device))
+        for kind in ("llama", "gemma3")
+        for dtype in DTYPES
+        for mode in known
+        for what, modes in (("compare", COMPARED), ("sample", SAMPLED), ("flip", FLIPPED))
+        if mode in modes[dtype]
+    ]
+    rows, flips = list[dict[str, Any]](), list[dict[str, Any]]()
+
+    def take(row: dict[str, Any]) -> bool:
+        (flips if "planted" in row else rows).append(row)
+        print(_line(row), flush=True)
+        return False
+
+    if arguments.jobs == 1:
+        for task in tasks:
+            take(_run(task))
+    else:
+        with processes(arguments.jobs) as pool:
+            if run_tasks(_run, tasks, pool=pool, ahead=len(tasks), take=take):
+                return 2
     ok = all(row["ok"] for row in [*rows, *flips])
     result = {
         **facts(device, commit=arguments.commit, kind="transformers"),
@@ -119,6 +127,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print("all as it should be" if ok else "NOT as it should be")
     return 0 if ok else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """One case: what is done with which model, in which of the engine's ways of running."""
+
+    what: str
+    kind: str
+    dtype: str
+    mode: str
+    device: str
+
+
+def _run(task: _Task) -> dict[str, Any]:
+    """Run a case in this process; return its row."""
+    transformers.logging.set_verbosity_error()
+    model = make_model(task.kind, DTYPES[task.dtype], torch.device(task.device))
+    what = {"compare": compare, "sample": compare_sampled, "flip": plant}[task.what]
+    return {"model": task.kind, "dtype": task.dtype, "mode": task.mode, **what(model, task.mode)}
 
 
 def compare(model: Any, mode: str) -> dict[str, Any]:
