@@ -56,13 +56,13 @@ class _Place(NamedTuple):
     """The place of a block when the prefix cache took it in: the engine's keys do not tell.
 
     Args:
-        index: of the block in its request's table.
+        at: its place in its request's table.
         key: what it was found by then.
         previous: the block before it, None for the first.
         previous_key: what that one was found by.
     """
 
-    index: int
+    at: int
     key: object
     previous: int | None
     previous_key: object
@@ -159,7 +159,7 @@ class Layout(ABC):
         pool = self.groups[group].pool
         places = [self._places[group, block] for block in blocks]
         slots = self.block_slots(pool, blocks).view(-1, self.page)
-        first = torch.tensor([p.index for p in places], dtype=torch.int64, device="cpu") * self.page
+        first = torch.tensor([p.at for p in places], dtype=torch.int64, device="cpu") * self.page
         ends = self.block_slots(pool, [p.previous or 0 for p in places]).view(-1, self.page)[:, -1]
         # A block may outlive the one before it, whose slots then hold something else.
         codes = [
