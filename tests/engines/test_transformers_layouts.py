@@ -188,3 +188,35 @@ def test_of_5_17_a_block_that_outlives_the_one_before_it_follows_nothing_known()
     (cached,) = followed.layout.cached(anchored=False)
     assert cached.slots.tolist() == slots_of(second)
     assert cached.previous.tolist() == [UNCHECKED, *slots_of(second)[:-1]]
+
+
+def test_a_block_that_comes_to_follow_another_one_is_noted_anew() -> None:
+    followed = Followed()
+    first, second = followed.serve("a", 2)
+    blocks = followed.cache._block_manager
+    key = blocks._id_to_block[first].hash
+    blocks._init_block_ids[first] = None
+    assert blocks.has_enough_free_blocks(BLOCKS - 1)
+    # Another request computes what was in the first one, elsewhere, and shares the second one.
+    (again,) = blocks.get_free_blocks(1, None, True, 0) or [0]
+    blocks._id_to_block[again].hash, blocks._hash_to_id[key] = key, again
+    followed.cache.table["b"] = [again, second]
+    followed.layout.note_cached("b", written=2 * SMALL_PAGE, new=1)
+    (cached,) = followed.layout.cached(anchored=False)
+    previous = dict(zip(cached.slots.tolist(), cached.previous.tolist(), strict=True))
+    assert (previous[slots_of(again)[0]], previous[slots_of(second)[0]]) == (HEAD_OF_CHAIN, slots_of(again)[-1])
+
+
+def test_of_a_request_s_blocks_those_that_are_noted_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed = Followed()
+    table = followed.serve("a", BLOCKS - 1)
+    true, looked_at = followed.layout.key, set[int]()
+
+    def key(group: int, block: int) -> object:
+        looked_at.add(block)
+        return true(group, block)
+
+    monkeypatch.setattr(followed.layout, "key", key)
+    followed.layout.note_cached("a", written=(BLOCKS - 1) * SMALL_PAGE, new=1)
+    # The new one, the one before it, which is noted, and what that follows.
+    assert looked_at == set(table[-3:])
