@@ -90,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", help="the commit measured, for the JSON (default: what git says)")
     parser.add_argument("--jobs", type=int, default=1, help="processes, all on one device (default: 1)")
     arguments = parser.parse_args(argv)
+    if arguments.jobs < 1:
+        parser.error("--jobs must be at least 1")
     device = torch.device(arguments.device)
     begin = time.perf_counter()
     known = tuple(MODES) if device.type == "cuda" else ("eager",)
