@@ -19,7 +19,7 @@ from kv_canary.runtime.frees import Frees
 from kv_canary.runtime.guard import Guard
 from kv_canary.runtime.oracle import TokenOracle
 from kv_canary.runtime.pools import BufferGroup, KvPool
-from kv_canary.runtime.replays import Replays, capture_graph
+from kv_canary.runtime.replays import Beside, Replays, capture_graph
 from kv_canary.specs.structures import Endpoint
 
 # Of seals that cross to another process.
@@ -135,8 +135,15 @@ class CanaryContext:
 
     def new_replays(self) -> Replays:
         """Return what runs launches: on a GPU, with Triton, by graphs where they come again, unless that is off."""
-        own_graphs = self.config.own_graphs and self.device.type == "cuda" and self.backend == "triton"
-        return Replays(capture_graph if own_graphs else None, failed=self.capture_failed)
+        return Replays(capture_graph if self._has_own_graphs else None, failed=self.capture_failed)
+
+    def new_beside(self) -> Beside | None:
+        """Return a stream to launch on beside the forwards'; None where launches do not come from graphs."""
+        return Beside() if self._has_own_graphs else None
+
+    @property
+    def _has_own_graphs(self) -> bool:
+        return self.config.own_graphs and self.device.type == "cuda" and self.backend == "triton"
 
     def capture_failed(self, error: Exception) -> None:
         """Count that launches could not be captured, which go on as they are; nothing is unverified by that."""

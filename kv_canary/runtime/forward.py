@@ -23,7 +23,7 @@ from kv_canary.runtime.host import copy_all, copy_front, front, on_device
 from kv_canary.runtime.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, Shape
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.repetition import Decodes, PlainForwards, Repetition
-from kv_canary.runtime.replays import Attempts, Branch, Launch, layout_of, round_up, rounded
+from kv_canary.runtime.replays import Attempts, Beside, Branch, Launch, layout_of, round_up, rounded
 from kv_canary.runtime.steps import Steps
 from kv_canary.runtime.tails import Advance
 from kv_canary.specs.structures import WritePlan
@@ -145,6 +145,8 @@ class SingleForwardManager:
         self._attempts = Attempts()
         self._sheet: Sheet | None = None
         self._replays, self._branch = context.new_replays(), Branch()
+        # Where HEAD runs while the model does; None: before it.
+        self._beside = context.new_beside() if not inner and _may_be_beside(groups, steps) else None
         # Captures that failed: their graphs have no HEAD and TAIL, or not both.
         self._unusable: weakref.WeakSet[CapturedForward] = weakref.WeakSet()
 
@@ -392,7 +394,8 @@ class SingleForwardManager:
                 launches.by_plans = launches.group.ring
             if given is not None:
                 self._take_inputs(given())
-            self._timed(repetition.head)
+            admits = not is_decode and self._steps.has_to_admit(self, requests)
+            self._launch_repeated(repetition.head, may_be_beside=not admits)
             self._rows_at_head, self._phase = None, Phase.HEAD
             if not is_decode:
                 # The number of the step is there by now.
@@ -471,6 +474,8 @@ class SingleForwardManager:
         """Let the forward go by unwatched from here on."""
         self._batch, self._captured, self._phase = None, None, Phase.SKIPPED
         self._repetition = None
+        with self.context.guard.contain(f"forward {self.name}: waiting for HEAD"):
+            self._join_head()
         self._give_up_advance()
         if captured is not None:
             # The graph is about to be replayed: what it has of HEAD and TAIL must find nothing to do.
@@ -605,6 +610,7 @@ class SingleForwardManager:
         repetition = self._repetition
         with self.context.guard.contain(self._parts["TAIL"]) if repetition is None else self._tails as part:
             self._expect(Phase.HEAD, "tail")
+            self._join_head()
             if repetition is not None and (given is repetition.given or not self._is_late):
                 self._timed(repetition.tail)
                 self._sheet = repetition.sheet
@@ -619,6 +625,21 @@ class SingleForwardManager:
             self._rows_at_tail, self._phase = None, Phase.TAIL
         if part.failed:
             self._skip_rest()
+
+    def _launch_repeated(self, head: Launch, *, may_be_beside: bool) -> None:
+        """Launch HEAD, beside the model where it may be: what the model reads stays as it is while it runs.
+
+        Not in steps whose launches are timed, so that what is taken is HEAD's own time.
+        """
+        if self._beside is None or not may_be_beside or self._steps.timer is not None:
+            self._timed(head)
+        else:
+            self._beside.run(head)
+
+    def _join_head(self) -> None:
+        """Let the forward's stream wait for a HEAD that runs beside the model."""
+        if self._beside is not None:
+            self._beside.join()
 
     def _timed(self, launch: Launch) -> None:
         """Launch, and let the device's time be taken in the steps in which it is."""
@@ -820,6 +841,7 @@ class SingleForwardManager:
             return
         with self.context.guard.contain(f"forward {self.name}: abort"):
             try:
+                self._join_head()
                 self._give_up_advance()
                 for launches in self._launches:
                     slots, pool = self._slots_of(launches), launches.group.pool
@@ -1085,6 +1107,11 @@ class SingleForwardManager:
                 f"kv-canary: forward {self.name}: {call} must come when the forward is {phase.value}, "
                 f"got it when {self._phase.value}"
             )
+
+
+def _may_be_beside(groups: Sequence[BufferGroup], steps: Steps) -> bool:
+    """Return whether HEAD may run beside the model: neither changes what the other one reads."""
+    return not steps.handed.is_on and not any(g.ring or g.pool.head_records is not None for g in groups)
 
 
 def _sizes(max_requests: int, max_tokens: int, *, inner: bool) -> Iterator[tuple[int, int, bool]]:

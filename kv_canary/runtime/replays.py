@@ -268,6 +268,34 @@ class Branch:
             torch.cuda.current_stream().wait_stream(stream)
 
 
+class Beside:
+    """A stream of the canary's own: what is launched there runs beside what comes on the forwards' until `join`."""
+
+    def __init__(self) -> None:
+        self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
+        self._is_open = False
+
+    def run(self, launch: Launch) -> None:
+        """Launch behind what is on the current stream already, and beside what comes next on it."""
+        current, stream = torch.cuda.current_stream(), _streams.of("beside")
+        self._begun.record(current)
+        stream.wait_event(self._begun)
+        # Cheaper than the context, at every step.
+        torch.cuda.set_stream(stream)
+        try:
+            launch()
+        finally:
+            torch.cuda.set_stream(current)
+            self._done.record(stream)
+            self._is_open = True
+
+    def join(self) -> None:
+        """Let what comes on the current stream wait for what was launched beside; done already, this does nothing."""
+        if self._is_open:
+            torch.cuda.current_stream().wait_event(self._done)
+            self._is_open = False
+
+
 def _capturing() -> bool:
     """Whether the current stream is being captured: then all of it belongs to that graph."""
     return _has_gpu() and torch.cuda.is_current_stream_capturing()

@@ -210,6 +210,10 @@ class Steps:
         for group in forward.groups:
             self.unverified.take_in(group, batch.tables[group.name], batch.requests)
 
+    def has_to_admit(self, forward: WatchedForward, requests: BatchRequests) -> bool:
+        """Return whether `admit` would launch something."""
+        return self.audits.admits and self.audits.has_to_admit(forward.groups, requests)
+
     def admit(self, forward: WatchedForward, requests: BatchRequests, tables: Mapping[str, torch.Tensor]) -> None:
         """Hold the prefixes of requests that come new to a forward against their seals."""
         if self.audits.admits:
