@@ -15,7 +15,7 @@ from kv_canary.errors import must_be
 from kv_canary.observers import RequestVerdict
 from kv_canary.runtime.composition import BatchRequests
 from kv_canary.runtime.context import CanaryContext
-from kv_canary.runtime.host import Landing, on_device
+from kv_canary.runtime.host import HostWords, on_device
 from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.runtime.seals import LIST_COUNTS, MOST_LISTS, SEAL_COUNTS, ListedSlots
 from kv_canary.runtime.summary import AuditFacts
@@ -57,7 +57,7 @@ class Audits:
             torch.zeros(SEAL_COUNTS, dtype=torch.int64, device=context.device) for _ in range(2)
         )
         self._counts = torch.zeros(MOST_LISTS, LIST_COUNTS, dtype=torch.int64, device=context.device)
-        self._seen = Landing(SEAL_COUNTS, context.device)
+        self._seen = HostWords(SEAL_COUNTS, context.device)
         # Of each pool: the slots that KV has come to behind the step of this number, and has been held against its
         # seals, all of them marked.
         self._came: dict[KvPool, tuple[int, list[torch.Tensor]]] = {}
@@ -331,7 +331,7 @@ class _Counts:
     """What `verify_seals` had counted when requests had been looked at, on its way to the host."""
 
     def __init__(self, device: torch.device) -> None:
-        self._here = Landing(MOST_LISTS * LIST_COUNTS, device)
+        self._here = HostWords(MOST_LISTS * LIST_COUNTS, device)
         self._arrived = torch.Event(device) if device.type == "cuda" else None
 
     def bring(self, there: torch.Tensor) -> None:

@@ -139,7 +139,7 @@ class CanaryContext:
 
     def new_beside(self) -> Beside | None:
         """Return a stream to launch on beside the forwards'; None where launches do not come from graphs."""
-        return Beside() if self._has_own_graphs else None
+        return Beside(self.device) if self._has_own_graphs else None
 
     @property
     def _has_own_graphs(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kv_canary.runtime.device_state import FIRST_STATUS, NUM_COUNTERS, VIOLATION_COUNT, CanaryDeviceState
-from kv_canary.runtime.host import Landing
+from kv_canary.runtime.host import HostWords
 from kv_canary.specs.violation_row import ViolationRow
 
 
@@ -165,7 +165,7 @@ class Sheet:
     """
 
     def __init__(self, words: torch.Tensor, *, is_kept: bool = False) -> None:
-        self._there, self._here = words, Landing(len(words), words.device)
+        self._there, self._here = words, HostWords(len(words), words.device)
         self.is_kept, self.values = is_kept, self._here.host.numpy()
         self.statuses = self.values[FIRST_STATUS:].view("int32")
         # Compared as bytes: a reduction costs many times that where its code is not in the processor's cache.

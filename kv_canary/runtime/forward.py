@@ -23,7 +23,7 @@ from kv_canary.runtime.host import copy_all, copy_front, front, on_device
 from kv_canary.runtime.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, Shape
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.repetition import Decodes, PlainForwards, Repetition
-from kv_canary.runtime.replays import Attempts, Beside, Branch, Launch, layout_of, round_up, rounded
+from kv_canary.runtime.replays import Attempts, Branch, Launch, layout_of, round_up, rounded
 from kv_canary.runtime.steps import Steps
 from kv_canary.runtime.tails import Advance
 from kv_canary.specs.structures import WritePlan
@@ -32,6 +32,8 @@ from kv_canary.specs.structures import WritePlan
 _MOST_DECODES, _MOST_FORWARDS = 32, 64
 # Steps after which one that was not repeated meanwhile may give its place to another one.
 _LONG = 1024
+# Steps that have found the device busy before HEAD of a decode runs beside the model, whose own steps are short.
+_BUSY_DECODES = 16
 _INTEGERS = (torch.int32, torch.int64)
 # The requests of a forward that nothing is known of, or that is none.
 _NOBODY = BatchRequests.of(())
@@ -394,9 +396,8 @@ class SingleForwardManager:
                 launches.by_plans = launches.group.ring
             if given is not None:
                 self._take_inputs(given())
-            admits = not is_decode and self._steps.has_to_admit(self, requests)
-            self._launch_repeated(repetition.head, may_be_beside=not admits)
-            self._rows_at_head, self._phase = None, Phase.HEAD
+            self._launch_repeated(repetition.head, requests, is_decode=is_decode)
+            self._phase = Phase.HEAD
             if not is_decode:
                 # The number of the step is there by now.
                 self._steps.admit(self, requests, repetition.batch.tables)
@@ -626,20 +627,28 @@ class SingleForwardManager:
         if part.failed:
             self._skip_rest()
 
-    def _launch_repeated(self, head: Launch, *, may_be_beside: bool) -> None:
-        """Launch HEAD, beside the model where it may be: what the model reads stays as it is while it runs.
+    def _launch_repeated(self, head: Launch, requests: BatchRequests, *, is_decode: bool) -> None:
+        """Launch HEAD, beside the model where that is worth it: what the model reads stays as it is while it runs.
 
-        Not in steps whose launches are timed, so that what is taken is HEAD's own time.
+        It is not where the device waits for the host, of which it takes more. HEAD comes first in steps whose launches
+        are timed, so that the time is its own, and where something else is launched that needs the step's numbers.
         """
-        if self._beside is None or not may_be_beside or self._steps.timer is not None:
+        steps = self._steps
+        if (
+            self._beside is None
+            or steps.timer is not None
+            or steps.busy < (_BUSY_DECODES if is_decode else 1)
+            or (not is_decode and steps.has_to_admit(self, requests))
+        ):
             self._timed(head)
+            self._rows_at_head = None
         else:
             self._beside.run(head)
 
     def _join_head(self) -> None:
         """Let the forward's stream wait for a HEAD that runs beside the model."""
-        if self._beside is not None:
-            self._beside.join()
+        if self._beside is not None and self._beside.join():
+            self._rows_at_head = None
 
     def _timed(self, launch: Launch) -> None:
         """Launch, and let the device's time be taken in the steps in which it is."""

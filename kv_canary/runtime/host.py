@@ -158,23 +158,29 @@ def pinned(words: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(words, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
 
-class Landing:
-    """Words on the host that the device writes.
+class HostWords:
+    """Words on the host that the device reads and writes.
 
-    On a GPU by a kernel, which writes to pinned memory: what is launched behind a copy by a copy engine begins 10 us
-    late.
+    On a GPU by kernels, to and from pinned memory: what is launched behind a copy by a copy engine begins 10 us late.
 
     Args:
         words: how many.
-        device: that they come from.
+        device: that they go to and come from.
 
     Attributes:
-        host: int64 [words], zeros until the first have arrived.
+        host: int64 [words], zeros until something is there.
     """
 
     def __init__(self, words: int, device: torch.device) -> None:
         self.host = pinned(words, device)
         self._mapped = _mapped(self.host, device) if device.type == "cuda" else None
+
+    def send(self, there: torch.Tensor) -> None:
+        """Copy the words to int64 `there` [words] on the device; they must stay as they are until that has run."""
+        if self._mapped is None:
+            there.copy_(self.host, non_blocking=True)
+        else:
+            torch.add(self._mapped, 0, out=there)
 
     def bring(self, there: torch.Tensor) -> None:
         """Copy int64 `there` [words] to the host, without waiting for it."""
@@ -200,8 +206,11 @@ class _Pinned:
 
 @torch.inference_mode(False)
 def _mapped(host: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-    """Return pinned memory as a GPU sees it; None where it is another GPU's, or that GPU has another address for it."""
-    found = torch.as_tensor(_Pinned(host), device=device)
+    """Return pinned memory as a GPU sees it; None where PyTorch takes none, or the GPU has another address for it."""
+    try:
+        found = torch.as_tensor(_Pinned(host), device=device)
+    except (RuntimeError, TypeError, ValueError):
+        return None
     return found if found.data_ptr() == host.data_ptr() else None
 
 

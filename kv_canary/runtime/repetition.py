@@ -12,7 +12,7 @@ from kv_canary.runtime.batch import ForwardBatch, ModelInputs, WatchedForward, n
 from kv_canary.runtime.composition import BatchRequests, Int64s
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.drain import Sheet
-from kv_canary.runtime.host import Numbers, pinned
+from kv_canary.runtime.host import HostWords, Numbers
 from kv_canary.runtime.launches import ADVANCE, AHEAD, GroupLaunches, PostedNumbers, Shape
 from kv_canary.runtime.replays import Launch, Replays
 from kv_canary.runtime.steps import Steps
@@ -36,14 +36,14 @@ class Lap:
     """
 
     def __init__(self, replays: Replays, whole: torch.Tensor, sheet: Sheet, *, head: Launch, tail: Launch) -> None:
-        numbers = pinned(len(whole), whole.device)
-        self.numbers, self.sheet = numbers.numpy(), sheet
+        numbers = HostWords(len(whole), whole.device)
+        self.numbers, self.sheet = numbers.host.numpy(), sheet
         # The step that it was in last, the number of the composition that its numbers are of, and its strides.
         self.step, self.of = 0, 0
         self.strides: Int64s | None = None
 
         def begin() -> None:
-            whole.copy_(numbers, non_blocking=True)
+            numbers.send(whole)
             head()
 
         def end() -> None:

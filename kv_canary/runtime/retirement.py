@@ -12,7 +12,7 @@ from kv_canary.runtime.pools import KvPool
 from kv_canary.runtime.replays import round_up, rounded
 
 # Slots of a launch that may be replayed.
-MOST_REPLAYED = 4096
+MOST_REPLAYED = 32768
 
 
 class Retirement:
@@ -24,8 +24,11 @@ class Retirement:
 
     def __init__(self, context: CanaryContext) -> None:
         self._context, self._replays = context, context.new_replays()
-        # Slots that are retired by a replay, and how many of the first may be others than 0, which has no record.
-        self._slots, self._dirty = torch.zeros(MOST_REPLAYED, dtype=torch.int64, device=context.device), 0
+        # Slots that are retired by a replay, by how many there are room for; and slot 0, which has no record, behind.
+        self._slots, self._padding = (
+            torch.zeros(MOST_REPLAYED, dtype=torch.int64, device=context.device) for _ in range(2)
+        )
+        self._rooms = {room: self._slots[:room] for room in rounded(MOST_REPLAYED)}
 
     def retire(self, pool: KvPool, slots: torch.Tensor, *, owner: int) -> None:
         """Mark the records of int64 `slots` of `pool`, which lie on the canary's device, as freed by `owner`."""
@@ -34,11 +37,8 @@ class Retirement:
             self._launch(pool, aligned(slots), owner)
             return
         room = round_up(count, MOST_REPLAYED)
-        padded = self._slots[:room]
-        padded[:count].copy_(slots)
-        if count < min(room, self._dirty):
-            padded[count:].zero_()
-        self._dirty = count if self._dirty <= room else self._dirty
+        padded = self._rooms[room]
+        torch.cat((slots, self._padding[: room - count]), out=padded)
         # The step is brought there before, outside of any graph.
         step = self._context.state.step
         self._replays.run((pool, room, step.data_ptr()), lambda: self._launch(pool, padded, 0))

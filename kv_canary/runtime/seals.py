@@ -14,7 +14,7 @@ from kv_canary import ops
 from kv_canary.constants import Tag
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.cost import DeviceTimer
-from kv_canary.runtime.host import Landing, Mailbox, aligned, front
+from kv_canary.runtime.host import HostWords, Mailbox, aligned, front
 from kv_canary.runtime.pools import BufferGroup, KvPool
 from kv_canary.runtime.replays import round_up
 from kv_canary.runtime.summary import ScrubFacts
@@ -151,7 +151,7 @@ class ListedSlots:
         *,
         checked: torch.Tensor,
         count: torch.Tensor | None = None,
-        seen: Landing | None = None,
+        seen: HostWords | None = None,
     ) -> None:
         """Hold slots of a group's pool against their seals; see `verify_sealed`.
 
@@ -261,7 +261,7 @@ class Scrub:
         self._on_gpu = context.device.type == "cuda"
         self._turn, self._cursor = 0, 1
         self._checked = torch.zeros(SEAL_COUNTS, dtype=torch.int64, device=context.device)
-        self._seen = Landing(SEAL_COUNTS, context.device)
+        self._seen = HostWords(SEAL_COUNTS, context.device)
         # Launches are replayed, that of each pool on the same span and step.
         self._replays, self._mailbox = context.new_replays(), Mailbox(context.device, words=4)
         self._bandwidth = _UNKNOWN_BANDWIDTH if self._on_gpu else _SLOW_BANDWIDTH

@@ -83,6 +83,8 @@ class Steps:
         self.timer: DeviceTimer | None = None
         self._timings: deque[tuple[DeviceTimer, float]] = deque()
         self._spent, self._waited = 0.0, False
+        # Steps in a row that have begun while the device was still busy with the one before.
+        self.busy = 0
         self._open: StepRecord | None = None
         self._explicit = False
         # The forward between its begin and its end.
@@ -350,6 +352,7 @@ class Steps:
         tidies = state.number % _TIDY_EVERY == 0 and self.unverified.any_marked
         findings = self._drain.poll(wait=tidies)
         self._waited = self._drain.is_empty
+        self.busy = 0 if self._waited else self.busy + 1
         self._take(findings)
         if not self.audits.is_idle:
             self._accounts.take_verdicts(self.audits.poll())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from kv_canary.runtime import host
-from kv_canary.runtime.host import Landing, copy_all, on_device
+from kv_canary.runtime.host import HostWords, copy_all, on_device
 
 
 class OnGpu(torch.Tensor):
@@ -43,19 +44,21 @@ def test_what_is_not_on_its_way_to_a_gpu_is_not_pinned(device: str) -> None:
         assert on_device(tensor, torch.device(device)).device.type == device
 
 
-def test_words_land_on_the_host() -> None:
-    landing = Landing(3, torch.device("cpu"))
-    assert landing.host.tolist() == [0, 0, 0]
-    landing.bring(torch.tensor([1, 2, 3]))
-    assert landing.host.tolist() == [1, 2, 3]
+def test_words_come_to_the_host_and_go_from_there() -> None:
+    words, there = HostWords(3, torch.device("cpu")), torch.zeros(3, dtype=torch.int64)
+    assert words.host.tolist() == [0, 0, 0]
+    words.bring(torch.tensor([1, 2, 3]))
+    assert words.host.tolist() == [1, 2, 3]
+    words.send(there)
+    assert there.tolist() == [1, 2, 3]
 
 
-def test_a_gpu_writes_to_the_host_by_a_kernel() -> None:
+def test_a_gpu_reads_and_writes_the_hosts_words_by_kernels() -> None:
     """A copy engine's copy would hold up what is launched behind it."""
     seen = torch.zeros(2, dtype=torch.int64)
     with mock.patch.object(host, "pinned", return_value=seen), mock.patch.object(torch, "as_tensor") as read:
         read.side_effect = lambda pinned, device: seen
-        landing = Landing(2, torch.device("cuda", 1))
+        words = HostWords(2, torch.device("cuda", 1))
     (pinned,), named = read.call_args
     assert pinned.__cuda_array_interface__ == {
         "shape": (2,),
@@ -65,14 +68,18 @@ def test_a_gpu_writes_to_the_host_by_a_kernel() -> None:
     }
     assert named == {"device": torch.device("cuda", 1)}
     with mock.patch.object(torch.Tensor, "copy_", side_effect=AssertionError("a copy engine's copy")):
-        landing.bring(torch.tensor([4, 5]))
-    assert landing.host.tolist() == [4, 5]
+        words.bring(torch.tensor([4, 5]))
+        words.send(there := torch.zeros(2, dtype=torch.int64))
+    assert words.host.tolist() == there.tolist() == [4, 5]
 
 
-def test_what_another_gpu_has_pinned_is_copied_to() -> None:
-    seen, copy = (torch.zeros(2, dtype=torch.int64) for _ in range(2))
-    with mock.patch.object(host, "pinned", return_value=seen), mock.patch.object(torch, "as_tensor", return_value=copy):
-        landing = Landing(2, torch.device("cuda", 1))
-    landing.bring(torch.tensor([4, 5]))
-    assert landing.host.tolist() == [4, 5]
+@pytest.mark.parametrize("why", ["another address", RuntimeError, TypeError, ValueError])
+def test_what_a_gpu_cannot_read_in_place_is_copied(why: Any) -> None:
+    seen, copy, there = (torch.zeros(2, dtype=torch.int64) for _ in range(3))
+    with mock.patch.object(host, "pinned", return_value=seen), mock.patch.object(torch, "as_tensor") as read:
+        read.side_effect = [copy] if isinstance(why, str) else why("not here")
+        words = HostWords(2, torch.device("cuda", 1))
+    words.bring(torch.tensor([4, 5]))
+    words.send(there)
+    assert words.host.tolist() == there.tolist() == [4, 5]
     assert copy.tolist() == [0, 0]

@@ -102,19 +102,14 @@ class Lifetime:
         """
         freed, self._freed = self._freed, {}
         result = []
-        stream = None
         for half, told in freed.items():
-            named = len({owner for owner, _ in told}) <= MOST_FREERS
-            by_owner: dict[int, list[torch.Tensor]] = {}
-            for owner, part in told:
+            by_owner = dict([told[0]]) if len(told) == 1 else _by_owner(told)
+            for owner, slots in by_owner.items():
+                result += [(pool, slots, owner) for pool in self._pools[half]]
+            for _, part in told:
                 if part.is_cuda:
                     # It was made on the scheduler's stream.
-                    stream = torch.cuda.current_stream(part.device) if stream is None else stream
-                    part.record_stream(stream)
-                by_owner.setdefault(owner if named else 0, []).append(part)
-            for owner, parts in by_owner.items():
-                slots = torch.cat(parts) if len(parts) > 1 else parts[0]
-                result += [(pool, slots, owner) for pool in self._pools[half]]
+                    part.record_stream(torch.cuda.current_stream(part.device))
         return result
 
     def forget(self) -> None:
@@ -249,6 +244,15 @@ class Lifetime:
         for half, told in self._freed.items():
             if pool in self._pools[half]:
                 self._freed[half] = [(owner, part[~torch.isin(part, slots)]) for owner, part in told]
+
+
+def _by_owner(told: Sequence[tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """Return slots by who freed them; by 0, nobody, where many have."""
+    named = len({owner for owner, _ in told}) <= MOST_FREERS
+    parts: dict[int, list[torch.Tensor]] = {}
+    for owner, part in told:
+        parts.setdefault(owner if named else 0, []).append(part)
+    return {owner: torch.cat(its) if len(its) > 1 else its[0] for owner, its in parts.items()}
 
 
 def _halves(allocator: Any) -> tuple[Any, Any] | None:

@@ -271,13 +271,14 @@ class Session:
             self.manager.close()
             raise
         # Parts of every forward, which allocate nothing, so that they may be entered again.
-        self._notes, self._repeats, self._describes, self._reads = (
+        self._notes, self._repeats, self._describes, self._reads, self._retires = (
             self._contain(part, allocates=False)
             for part in (
                 "noting the requests of a batch",
                 "following a forward",
                 "describing a forward",
                 "reading what the model was given",
+                "following what was freed",
             )
         )
         self._lookahead = max(g.token_offset for g in groups)
@@ -700,10 +701,13 @@ class Session:
                 self.manager.complete_all(self._ended.take())
 
     def _retire_freed(self) -> None:
-        self._complete_ended()
-        with self._following("what was freed"):
+        if self._ended:
+            self._complete_ended()
+        with self._retires as part:
             for pool, slots, owner in self._lifetime.take():
                 self.manager.retire(pool, slots, owner=owner)
+        if part.failed:
+            self._forget()
 
     def _frees(self, req: Any) -> None:
         """Take in whose slots are given back from here on; None: nobody's whom the engine names."""
