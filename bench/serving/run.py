@@ -78,7 +78,7 @@ class Row:
         host_us: what the canary takes of the scheduler's thread: of a decode step of requests that go on, of a
             prefill's forward, of a decode step of a churn with all that comes and ends between two of them.
         stream_us: what its launches take up of the forwards' stream, likewise; what else the host does meanwhile
-            counts where the stream has nothing to do.
+            counts where the stream has nothing to do, and what runs beside the model, on another stream, does not.
         operations: device operations of a step that none has not, or has less of: count and microseconds.
         rounds: of each round in turn its tokens per second, its step in milliseconds, its stride, and what the canary's
             own clock says that a step costs its host, in microseconds, as far as they are known.
