@@ -70,15 +70,6 @@ class Audits:
         self._counted = np.zeros((MOST_LISTS, LIST_COUNTS), np.int64)
         self._completed = self._verified = self._unsealed = 0
 
-    def has_to_admit(self, groups: Sequence[BufferGroup], requests: BatchRequests) -> bool:
-        """Return whether requests with cached prefixes come new to a forward of these groups."""
-        there, rows = requests.there > 0, requests.rows
-        return any(
-            bool((there & (known[rows] != requests.owners)).any())
-            for group in groups
-            if (known := self._owners.get(group.name)) is not None
-        )
-
     def admit(self, groups: Sequence[BufferGroup], requests: BatchRequests, tables: Mapping[str, torch.Tensor]) -> None:
         """Hold the cached prefixes of requests that come new to a forward against their seals.
 

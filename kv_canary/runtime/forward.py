@@ -32,8 +32,6 @@ from kv_canary.specs.structures import WritePlan
 _MOST_DECODES, _MOST_FORWARDS = 32, 64
 # Steps after which one that was not repeated meanwhile may give its place to another one.
 _LONG = 1024
-# Steps that have found the device busy before HEAD of a decode runs beside the model, whose own steps are short.
-_BUSY_DECODES = 16
 _INTEGERS = (torch.int32, torch.int64)
 # The requests of a forward that nothing is known of, or that is none.
 _NOBODY = BatchRequests.of(())
@@ -147,7 +145,7 @@ class SingleForwardManager:
         self._attempts = Attempts()
         self._sheet: Sheet | None = None
         self._replays, self._branch = context.new_replays(), Branch()
-        # Where HEAD runs while the model does; None: before it.
+        # Where HEAD of a decode runs while the model does, if that is worth its price; None: before it.
         self._beside = context.new_beside() if not inner and _may_be_beside(groups, steps) else None
         # Captures that failed: their graphs have no HEAD and TAIL, or not both.
         self._unusable: weakref.WeakSet[CapturedForward] = weakref.WeakSet()
@@ -396,7 +394,11 @@ class SingleForwardManager:
                 launches.by_plans = launches.group.ring
             if given is not None:
                 self._take_inputs(given())
-            self._launch_repeated(repetition.head, requests, is_decode=is_decode)
+            if is_decode and self._beside is not None and self._steps.host_has_time:
+                self._beside.run(repetition.head)
+            else:
+                self._timed(repetition.head)
+                self._rows_at_head = None
             self._phase = Phase.HEAD
             if not is_decode:
                 # The number of the step is there by now.
@@ -626,24 +628,6 @@ class SingleForwardManager:
             self._rows_at_tail, self._phase = None, Phase.TAIL
         if part.failed:
             self._skip_rest()
-
-    def _launch_repeated(self, head: Launch, requests: BatchRequests, *, is_decode: bool) -> None:
-        """Launch HEAD, beside the model where that is worth it: what the model reads stays as it is while it runs.
-
-        It is not where the device waits for the host, of which it takes more. HEAD comes first in steps whose launches
-        are timed, so that the time is its own, and where something else is launched that needs the step's numbers.
-        """
-        steps = self._steps
-        if (
-            self._beside is None
-            or steps.timer is not None
-            or steps.busy < (_BUSY_DECODES if is_decode else 1)
-            or (not is_decode and steps.has_to_admit(self, requests))
-        ):
-            self._timed(head)
-            self._rows_at_head = None
-        else:
-            self._beside.run(head)
 
     def _join_head(self) -> None:
         """Let the forward's stream wait for a HEAD that runs beside the model."""

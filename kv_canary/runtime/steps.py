@@ -33,6 +33,8 @@ from kv_canary.specs.violation_row import ViolationRow
 
 # Steps from one look at whether any slot is still marked as unverified to the next.
 _TIDY_EVERY = 256
+# Seconds of a step, and steps in a row, from which on the host has time to spare: see docs/performance.md.
+_LONG_STEP, _UNHURRIED = 0.008, 16
 # Kinds of forwards that go by unwatched that are told of, one line each.
 _MOST_TOLD = 64
 # Violations found outside of forwards that wait for the next step, at most; then the oldest go.
@@ -83,8 +85,8 @@ class Steps:
         self.timer: DeviceTimer | None = None
         self._timings: deque[tuple[DeviceTimer, float]] = deque()
         self._spent, self._waited = 0.0, False
-        # Steps in a row that have begun while the device was still busy with the one before.
-        self.busy = 0
+        # When the last step ended; and steps in a row that were long, and found the device busy with the one before.
+        self._ended, self._unhurried = 0.0, 0
         self._open: StepRecord | None = None
         self._explicit = False
         # The forward between its begin and its end.
@@ -194,6 +196,14 @@ class Steps:
         return True
 
     @property
+    def host_has_time(self) -> bool:
+        """Whether the host's time is hidden behind the device's, by the last steps, and no launches are timed in this.
+
+        Where it is, what takes more of it, and less of the device's, pays.
+        """
+        return self._unhurried >= _UNHURRIED and not self._waited and self.timer is None
+
+    @property
     def drained(self) -> int:
         """Number of the last drained step."""
         return self._drain.drained
@@ -211,10 +221,6 @@ class Steps:
         """Record anew what a forward is about to read and nobody has recorded."""
         for group in forward.groups:
             self.unverified.take_in(group, batch.tables[group.name], batch.requests)
-
-    def has_to_admit(self, forward: WatchedForward, requests: BatchRequests) -> bool:
-        """Return whether `admit` would launch something."""
-        return self.audits.admits and self.audits.has_to_admit(forward.groups, requests)
 
     def admit(self, forward: WatchedForward, requests: BatchRequests, tables: Mapping[str, torch.Tensor]) -> None:
         """Hold the prefixes of requests that come new to a forward against their seals."""
@@ -352,7 +358,6 @@ class Steps:
         tidies = state.number % _TIDY_EVERY == 0 and self.unverified.any_marked
         findings = self._drain.poll(wait=tidies)
         self._waited = self._drain.is_empty
-        self.busy = 0 if self._waited else self.busy + 1
         self._take(findings)
         if not self.audits.is_idle:
             self._accounts.take_verdicts(self.audits.poll())
@@ -379,6 +384,8 @@ class Steps:
         if step is None:
             return
         now, spent = time.monotonic(), self.context.guard.spent
+        hurries = self._waited or now - self._ended < _LONG_STEP
+        self._ended, self._unhurried = now, 0 if hurries else self._unhurried + 1
         self.budget.observe(relied_on=step.relied_on, now=now)
         self._costs.observe(now=now, host=spent - self._spent, waited=self._waited)
         self._spent = spent

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import kv_canary as kc
-from kv_canary.runtime import forward as forward_module
 from kv_canary.runtime import replays as replays_module
+from kv_canary.runtime import steps as steps_module
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.drain import Drain
 from kv_canary.runtime.forward import SingleForwardManager
@@ -42,7 +42,7 @@ class Late:
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> list[Late]:
-    """Let every HEAD that may run beside the model do so, as late as it may."""
+    """Let every HEAD of a decode that may run beside the model do so, as late as it may."""
     made: list[Late] = []
 
     def new(_: CanaryContext) -> Late:
@@ -51,7 +51,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[Late]:
 
     monkeypatch.setattr(CanaryContext, "new_beside", new)
     monkeypatch.setattr(Drain, "is_empty", False)
-    monkeypatch.setattr(forward_module, "_BUSY_DECODES", 1)
+    monkeypatch.setattr(steps_module, "_LONG_STEP", 0.0)
+    monkeypatch.setattr(steps_module, "_UNHURRIED", 1)
     return made
 
 
@@ -75,33 +76,40 @@ def test_what_runs_as_late_as_it_may_leaves_what_is_left_in_order(
         assert torch.equal(tensor, found[name]), name
 
 
-@pytest.mark.parametrize("prefills", [False, True])
-def test_what_is_damaged_before_the_forward_is_found_in_it(late: list[Late], prefills: bool) -> None:
+def decoding() -> Decoder:
+    """Return an engine whose decode steps are repeated."""
     engine = Decoder(repeats=True)
     engine.admit(text(10), text(1000))
-    for _ in range(3):
-        engine.prefill({1: 9, 2: 9})
+    engine.prefill({1: 20, 2: 7})
     engine.decode(6)
+    return engine
+
+
+def test_what_is_damaged_before_the_forward_is_found_in_it(late: list[Late]) -> None:
+    engine = decoding()
     step, runs = engine.manager.step, late[0].runs
     spoil(engine, position=5)
-    if prefills:
-        engine.prefill({1: 9, 2: 9})
-    else:
-        engine.decode()
+    engine.decode()
     engine.manager.flush()
     assert late[0].runs == runs + 1
     [report] = engine.manager.reports
     assert (report.request_id, report.position, report.reasons, report.step) == ("text 1000", 5, ("K",), step + 1)
 
 
+def test_a_prefill_comes_behind_head(late: list[Late]) -> None:
+    engine = decoding()
+    for _ in range(4):
+        runs = late[0].runs
+        engine.prefill({1: 9, 2: 9})
+        assert late[0].runs == runs
+    assert engine.prefilled >= 2
+
+
 @pytest.mark.parametrize("part", ["head", "tail", "end", "model"])
 def test_whatever_becomes_of_the_forward_its_stream_waits_for_head(
     late: list[Late], part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Decoder(repeats=True)
-    engine.admit(text(10), text(1000))
-    engine.prefill({1: 20, 2: 7})
-    engine.decode(6)
+    engine = decoding()
 
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of luck")
@@ -126,10 +134,7 @@ def test_whatever_becomes_of_the_forward_its_stream_waits_for_head(
 
 
 def test_a_wait_that_fails_reaches_nobody(late: list[Late], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Decoder(repeats=True)
-    engine.admit(text(10), text(1000))
-    engine.prefill({1: 20, 2: 7})
-    engine.decode(6)
+    engine = decoding()
 
     def fails() -> None:
         raise RuntimeError("out of luck")
@@ -153,32 +158,42 @@ def test_where_the_device_waits_for_the_host_head_comes_first(
     assert late[0].runs == 0
 
 
-def test_a_decode_runs_beside_the_model_once_the_device_was_busy_for_long(
-    late: list[Late], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("hurries", ["a step is short", "the device waits"])
+def test_a_decode_runs_beside_the_model_once_the_host_has_had_time_for_long(
+    hurries: str, late: list[Late], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward_module, "_BUSY_DECODES", 12)
+    now = [0.0]
+    monkeypatch.setattr(steps_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(steps_module, "_LONG_STEP", 0.5)
+    monkeypatch.setattr(steps_module, "_UNHURRIED", 12)
     engine = Decoder(repeats=True)
     engine.admit(text(10), text(1000))
+
+    def decode(*seconds: float) -> list[int]:
+        """Return how many HEADs have run beside in steps that end so long behind one another."""
+        ran = []
+        for each in seconds:
+            now[0] += each
+            runs = late[0].runs
+            engine.decode()
+            ran.append(late[0].runs - runs)
+        return ran
+
+    now[0] += 1.0
     engine.prefill({1: 20, 2: 7})
-    first = engine.manager.step
-    engine.decode(20)
-    assert engine.manager.step == first + 20
-    assert 0 < late[0].runs == engine.manager.step - 11
-    monkeypatch.setattr(Drain, "is_empty", True)
-    engine.decode()
-    monkeypatch.setattr(Drain, "is_empty", False)
-    runs = late[0].runs
-    engine.decode(11)
-    assert late[0].runs == runs
-    engine.decode()
-    assert late[0].runs == runs + 1
+    assert decode(*[1.0] * 14) == [0] * 11 + [1] * 3
+    if hurries == "a step is short":
+        # That is known behind it.
+        assert decode(0.25) == [1]
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(Drain, "is_empty", True)
+            assert decode(1.0) == [0]
+    assert decode(*[1.0] * 14) == [0] * 12 + [1] * 2
 
 
 def test_launches_that_are_timed_come_one_behind_the_other(late: list[Late], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Decoder(repeats=True)
-    engine.admit(text(10), text(1000))
-    engine.prefill({1: 20, 2: 7})
-    engine.decode(6)
+    engine = decoding()
     spans: list[Launch] = []
     monkeypatch.setattr(SingleForwardManager, "_timed", lambda _, launch: (spans.append(launch), launch()))
     steps, runs = engine.manager._steps, late[0].runs
@@ -198,31 +213,6 @@ class Timer:
     """Times nothing."""
 
     has_spans = False
-
-
-def test_a_prefix_that_comes_is_held_against_its_seals_behind_head(late: list[Late]) -> None:
-    engine = Decoder(repeats=True, seals="layer")
-    engine.admit(text(10))
-    engine.prefill({1: 20})
-    shared = engine.tables["g0"][1, :16].clone()
-    for n in range(4):
-        engine.admit([*text(10, 16), *text(2000 * (n + 1), 100)])
-        engine.cached[2] = 16
-        engine.tables["g0"][2, :16] = shared
-        runs = late[0].runs
-        engine.prefill({1: 1, 2: 9})
-        # Nobody new.
-        assert late[0].runs == runs
-        prefilled = engine.prefilled
-        engine.prefill({1: 1, 2: 9})
-        assert late[0].runs == runs + engine.prefilled - prefilled
-        engine.finish(2)
-        engine.manager.row_ended(2)
-    engine.manager.flush()
-    summary = engine.manager.summary()
-    assert summary.audits is not None
-    assert (summary.audits.admitted, summary.violations) == (4 * 16, 0)
-    assert late[0].runs >= 2
 
 
 @pytest.mark.parametrize(
