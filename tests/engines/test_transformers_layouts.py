@@ -190,17 +190,23 @@ def test_of_5_17_a_block_that_outlives_the_one_before_it_follows_nothing_known()
     assert cached.previous.tolist() == [UNCHECKED, *slots_of(second)[:-1]]
 
 
-def test_a_block_that_comes_to_follow_another_one_is_noted_anew() -> None:
-    followed = Followed()
+def computed_again(followed: Followed) -> list[int]:
+    """Let another request compute what was in the first of three blocks elsewhere, and share the others; return its."""
     first, second, third = followed.serve("a", 3)
     blocks = followed.cache._block_manager
     key = blocks._id_to_block[first].hash
     blocks._init_block_ids[first] = None
     assert blocks.has_enough_free_blocks(BLOCKS - 2)
-    # Another request computes what was in the first one, elsewhere, and shares the others; the last one is told of.
     (again,) = blocks.get_free_blocks(1, None, True, 0) or [0]
     blocks._id_to_block[again].hash, blocks._hash_to_id[key] = key, again
     followed.cache.table["b"] = [again, second, third]
+    return [again, second, third]
+
+
+def test_a_block_that_comes_to_follow_another_one_is_noted_anew() -> None:
+    followed = Followed()
+    again, second, _ = computed_again(followed)
+    # The last one is told of.
     followed.layout.note_cached("b", written=3 * SMALL_PAGE, new=1)
     (cached,) = followed.layout.cached(anchored=False)
     previous = dict(zip(cached.slots.tolist(), cached.previous.tolist(), strict=True))
@@ -209,14 +215,7 @@ def test_a_block_that_comes_to_follow_another_one_is_noted_anew() -> None:
 
 def test_what_the_cache_has_just_taken_in_is_noted_whatever_stands_behind_it() -> None:
     followed = Followed()
-    first, second, third = followed.serve("a", 3)
-    blocks = followed.cache._block_manager
-    key = blocks._id_to_block[first].hash
-    blocks._init_block_ids[first] = None
-    assert blocks.has_enough_free_blocks(BLOCKS - 2)
-    (again,) = blocks.get_free_blocks(1, None, True, 0) or [0]
-    blocks._id_to_block[again].hash, blocks._hash_to_id[key] = key, again
-    followed.cache.table["b"] = [again, second, third]
+    again, second, third = computed_again(followed)
     # All three were filled by one forward, and the third one follows the second one, as before.
     followed.layout.note_cached("b", written=3 * SMALL_PAGE, new=3)
     (cached,) = followed.layout.cached(anchored=False)
