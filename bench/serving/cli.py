@@ -64,6 +64,13 @@ def _names(known: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, 
 @click.option("--new", type=click.IntRange(32), default=176, show_default=True, help="Tokens that a request generates.")
 @click.option("--rounds", type=click.IntRange(1), default=6, show_default=True, help="Turns of everything timed.")
 @click.option(
+    "--starts",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Times that all schedulers are started, for so many rounds each: see ratio.",
+)
+@click.option(
     "--seconds",
     type=float,
     default=400.0,
@@ -85,6 +92,7 @@ def engine(
     tiers: tuple[tuple[int, int, int], ...],
     new: int,
     rounds: int,
+    starts: int,
     seconds: float,
     device: str,
     unfrozen: bool,
@@ -104,7 +112,9 @@ def engine(
     \b
     How to read it:
       ratio       tokens per second against none of the same round: the median,
-                  and the range
+                  and the range. Where a process's memory lies changes what the
+                  engine's own kernels take by a percent: less is told apart by
+                  several --starts alone
       best        the fastest round against the fastest of none: where the host is
                   the bound, and its cores are shared with others, that says more
                   than the median
@@ -146,6 +156,7 @@ def engine(
         tiers=tiers[0] if tiers else None,
         new=new,
         rounds=rounds,
+        starts=starts,
         seconds=seconds,
         device=device,
         frozen=not unfrozen,

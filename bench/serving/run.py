@@ -7,10 +7,10 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.multiprocessing
 from rich.console import Console
@@ -40,7 +40,9 @@ class Settings:
         tiers: (requests, documents, context) of a service whose documents are twice what its pool holds, the others in
             host memory (HiCache); None: not measured. Where it is, nothing else is.
         new: tokens that a request of `decode` generates.
-        rounds: turns of everything that is timed.
+        rounds: turns of everything that is timed, each time that schedulers are started.
+        starts: how often all schedulers are started: where a process's memory lies changes what the engine's own
+            kernels take by a percent, and stays as it is for as long as the process lives.
         seconds: after which no further round begins.
         device: "cuda" or "cpu", which checks the benchmark and measures nothing.
         frozen: see `Spec`.
@@ -56,6 +58,7 @@ class Settings:
     tiers: tuple[int, int, int] | None
     new: int
     rounds: int
+    starts: int
     seconds: float
     device: str
     frozen: bool
@@ -71,7 +74,7 @@ class Row:
         model, phase, shape, mode: of what; a phase is "decode", "prefill", "churn" or "tiers".
         ratio, low, high: tokens per second against none of the same round: median, least and most.
         best: the fastest round of all against the fastest of none.
-        n: rounds.
+        n, starts: rounds in all, and how often the schedulers were started for them.
         tokens_per_s, step_ms: medians.
         hit: share of the prompts' tokens that were cached, where that is part of what is measured.
         longest_step_ms, gc_longest_ms: the worst of all rounds.
@@ -80,8 +83,9 @@ class Row:
         stream_us: what its launches take up of the forwards' stream, likewise; what else the host does meanwhile
             counts where the stream has nothing to do, and what runs beside the model, on another stream, does not.
         operations: device operations of a step that none has not, or has less of: count and microseconds.
-        rounds: of each round in turn its tokens per second, its step in milliseconds, its stride, and what the canary's
-            own clock says that a step costs its host, in microseconds, as far as they are known.
+        rounds: of each round in turn the start that it was in, its tokens per second, its step in milliseconds, its
+            stride, and what the canary's own clock says that a step costs its host, in microseconds, as far as they are
+            known.
         checks: what has to hold of the mode's results, and does not.
     """
 
@@ -94,6 +98,7 @@ class Row:
     high: float = 1.0
     best: float = 1.0
     n: int = 0
+    starts: int = 1
     tokens_per_s: float = 0.0
     hit: float | None = None
     step_ms: float | None = None
@@ -142,6 +147,20 @@ class Scheduler:
         self._process.kill()
 
 
+class _Start(NamedTuple):
+    """What came of a batch while schedulers ran that were started together, by mode.
+
+    Attributes:
+        found: of the rounds that are timed.
+        more: of those that are looked into.
+        same: what must be the same in all modes, of what `found` has not got.
+    """
+
+    found: Mapping[str, list[dict[str, Any]]]
+    more: Mapping[str, dict[str, Any]]
+    same: Mapping[str, dict[str, Any]]
+
+
 class Measurement:
     """All modes of one model.
 
@@ -157,6 +176,10 @@ class Measurement:
         # When no round begins any more, of any batch, and of the one that is measured.
         self._end = self._until = time.monotonic() + settings.seconds
         self._schedulers: dict[str, Scheduler] = {}
+        # By phase and shape of each batch.
+        self._batches: dict[tuple[str, str], list[_Start]] = {}
+        # What no healthy engine's canary says, by mode.
+        self._wrong: dict[str, list[str]] = {}
         # Which all of them use, so that a slow one slows them all: one of them runs at a time.
         self._cores: tuple[int, ...] = ()
         self.failed: dict[str, str] = {}
@@ -173,10 +196,26 @@ class Measurement:
 
     def _run(self) -> None:
         settings = self._settings
+        batches = [*settings.prefill, *settings.decode, *filter(None, (settings.churn, settings.tiers))]
+        left: list[Any] = batches * settings.starts
+        for number in range(settings.starts):
+            if number and time.monotonic() > self._end:
+                break
+            self._run_once(left)
+        for (phase, shape), starts in self._batches.items():
+            rows = self._rows_of(phase, shape, starts)
+            self.rows += rows
+            if len(starts) > 1:
+                self._tell(rows)
+        for row in self.rows:
+            row.checks += self._wrong.get(row.mode, [])
+
+    def _run_once(self, left: list[Any]) -> None:
+        """Start the schedulers, measure every batch, and end them; of `left` those go that are measured."""
+        settings = self._settings
         try:
             self._start()
             self._rounds("settle", rounds=1)
-            left = [*settings.prefill, *settings.decode, *filter(None, (settings.churn, settings.tiers))]
             for requests, context in settings.prefill:
                 self._share(left)
                 at = {"requests": requests, "context": context}
@@ -185,7 +224,7 @@ class Measurement:
                 more = [self._rounds("prefill", rounds=1, host=True, **at)]
                 if settings.device == "cuda":
                     more.append(self._rounds("prefill", rounds=1, operations=True, **at))
-                self._take("prefill", f"{requests}x{context}", found, _merged(more))
+                self._keep("prefill", f"{requests}x{context}", found, _merged(more))
             for requests, context in settings.decode:
                 self._share(left)
                 at = {"requests": requests, "context": context}
@@ -199,7 +238,7 @@ class Measurement:
                     more.append(self._rounds("host", rounds=1, events=True, **few))
                     few["new"] = worker.WARM_UP + _TRACED_STEPS
                     more.append(self._rounds("operations", rounds=1, **few))
-                self._take("decode", f"{requests}x{context}", found, _merged(more), same=_merged([sums]))
+                self._keep("decode", f"{requests}x{context}", found, _merged(more), same=_merged([sums]))
             if settings.churn is not None:
                 self._share(left)
                 requests, context, new, steps = settings.churn
@@ -208,7 +247,7 @@ class Measurement:
                 self._rounds("churn", rounds=1, steps=steps // 2, **at)
                 found = self._rounds("churn", steps=steps, **at)
                 more = [self._rounds("churn", rounds=1, steps=steps // 2, host=True, **at)]
-                self._take("churn", "x".join(map(str, settings.churn)), found, _merged(more))
+                self._keep("churn", "x".join(map(str, settings.churn)), found, _merged(more))
             if settings.tiers is not None:
                 self._share(left)
                 requests, documents, context = settings.tiers
@@ -217,11 +256,17 @@ class Measurement:
                 self._rounds("tiers", rounds=2, **at)
                 found = self._rounds("tiers", **at)
                 more = [self._rounds("tiers", rounds=1, host=True, **at)]
-                self._take("tiers", "x".join(map(str, settings.tiers)), found, _merged(more))
+                self._keep("tiers", "x".join(map(str, settings.tiers)), found, _merged(more))
             self._check(self._rounds("status", rounds=1))
         finally:
             for scheduler in self._schedulers.values():
                 scheduler.stop()
+            self._schedulers.clear()
+
+    @property
+    def _left(self) -> list[str]:
+        """The modes that have not failed."""
+        return [mode for mode in self._settings.modes if mode not in self.failed]
 
     def _share(self, left: list[Any]) -> None:
         """Give the next batch its part of the time that is left, and take it from those that are to come."""
@@ -250,8 +295,9 @@ class Measurement:
         (folder / "config.json").write_text(json.dumps(shape.config()), encoding="utf-8")
         shared = None
         if settings.shared and not more and settings.device == "cuda":
+            sharing.let_go()
             shared = sharing.allocate(shape, slots=slots, lock=settings.out / "lock")
-        for mode in settings.modes:
+        for mode in self._left:
             spec = worker.Spec(
                 model=folder,
                 device=settings.device,
@@ -299,7 +345,7 @@ class Measurement:
             self._schedulers.pop(mode).stop()
             return None
 
-    def _take(
+    def _keep(
         self,
         phase: str,
         shape: str,
@@ -307,24 +353,39 @@ class Measurement:
         more: Mapping[str, dict[str, Any]],
         same: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Keep a row for each mode."""
-        plain = found.get(NONE, [])
-        for mode, answers in found.items():
-            rates = [a["tokens_per_s"] for a in answers]
-            ratios = [a / b["tokens_per_s"] for a, b in zip(rates, plain, strict=False)]
-            row = Row(model=self._model, phase=phase, shape=shape, mode=mode, n=len(rates))
+        """Keep what came of a batch, and tell it."""
+        start = _Start(found, more, same or {})
+        self._batches.setdefault((phase, shape), []).append(start)
+        self._tell(self._rows_of(phase, shape, [start]))
+
+    def _rows_of(self, phase: str, shape: str, starts: Sequence[_Start]) -> list[Row]:
+        """Return a row for each mode, of what came of a batch."""
+        rows = []
+        for mode in self._settings.modes:
+            turns = [(n, answer) for n, start in enumerate(starts) for answer in start.found.get(mode, ())]
+            answers = [answer for _, answer in turns]
+            if not answers:
+                continue
+            row = Row(model=self._model, phase=phase, shape=shape, mode=mode, n=len(answers), starts=len(starts))
+            rates, plain = ([a["tokens_per_s"] for s in starts for a in s.found.get(m, ())] for m in (mode, NONE))
             row.tokens_per_s = statistics.median(rates)
             row.rounds = [
-                {
+                {"start": number}
+                | {
                     name: round(a[name], 3)
                     for name in ("tokens_per_s", "step_ms", "guard_us", "stride")
                     if a.get(name) is not None
                 }
-                for a in answers
+                for number, a in turns
+            ]
+            ratios = [
+                mine["tokens_per_s"] / other["tokens_per_s"]
+                for start in starts
+                for mine, other in zip(start.found.get(mode, ()), start.found.get(NONE, ()), strict=False)
             ]
             if ratios:
                 row.ratio, row.low, row.high = statistics.median(ratios), min(ratios), max(ratios)
-                row.best = max(rates) / max(b["tokens_per_s"] for b in plain)
+                row.best = max(rates) / max(plain)
             row.hit = answers[0].get("hit")
             if "step_ms" in answers[0]:
                 row.step_ms = statistics.median(a["step_ms"] for a in answers)
@@ -332,18 +393,19 @@ class Measurement:
                 row.longest_step_ms = max(
                     (a["longest_step_ms"] for a in answers if "longest_step_ms" in a), default=None
                 )
-            mine = more.get(mode, {})
-            row.host_us, row.stream_us = mine.get("host_us"), mine.get("stream_us")
-            row.operations = _more_than(mine.get("operations", {}), more.get(NONE, {}).get("operations", {}))
-            for name in ("kv_sums", "slots_sha", "tokens_sha"):
-                theirs = [x.get(name) for x in ((same or {}).get(mode, {}), *answers) if name in x]
-                others = [x.get(name) for x in ((same or {}).get(NONE, {}), *plain) if name in x]
-                if theirs and others and theirs[0] != others[0]:
-                    row.checks.append(f"{name} differ from those of {NONE}")
-            self.rows.append(row)
+            row.host_us, row.stream_us = (
+                _median(start.more.get(mode, {}).get(name) for start in starts) for name in ("host_us", "stream_us")
+            )
+            row.operations = _more_than(*(starts[0].more.get(m, {}).get("operations", {}) for m in (mode, NONE)))
+            row.checks = [check for start in starts for check in _differences(start, mode)]
+            rows.append(row)
+        return rows
+
+    def _tell(self, rows: Sequence[Row]) -> None:
+        for row in rows:
             self._say(
-                f"{self._model} {phase} {shape} {mode}: {row.tokens_per_s:,.0f} tokens/s, ratio {row.ratio:.4f} "
-                f"[{row.low:.4f}, {row.high:.4f}], best {row.best:.4f}"
+                f"{self._model} {row.phase} {row.shape} {row.mode}: {row.tokens_per_s:,.0f} tokens/s, ratio "
+                f"{row.ratio:.4f} [{row.low:.4f}, {row.high:.4f}], best {row.best:.4f}, n={row.n}"
                 + ("" if row.host_us is None else f", host {row.host_us:,.0f} us")
                 + (f"; {'; '.join(row.checks)}" if row.checks else "")
             )
@@ -351,7 +413,7 @@ class Measurement:
     def _check(self, found: Mapping[str, list[dict[str, Any]]]) -> None:
         """See that a healthy engine was found to be that, whole."""
         for mode, answers in found.items():
-            wrong = []
+            wrong = self._wrong.setdefault(mode, [])
             status = answers[0] if answers else {}
             if status.get("violations"):
                 wrong.append(f"{status['violations']} violations")
@@ -360,9 +422,6 @@ class Measurement:
                 wrong.append(f"writes: {writes}")
             if status.get("failures"):
                 wrong.append(f"failures: {status['failures']}")
-            for row in self.rows if wrong else ():
-                if row.mode == mode:
-                    row.checks += wrong
 
 
 def measure(settings: Settings, *, say: Callable[[str], None]) -> tuple[list[Row], dict[str, dict[str, str]]]:
@@ -389,7 +448,7 @@ def table(rows: Sequence[Row]) -> Table:
         operations = sum(each["count"] for each in row.operations.values())
         shown.add_row(
             f"{row.model} {row.phase}\n{row.shape}",
-            f"{row.mode}\nn={row.n}",
+            f"{row.mode}\nn={row.n}" + (f" ({row.starts} starts)" if row.starts > 1 else ""),
             f"{row.ratio:.3f}",
             f"{row.low:.3f}\n{row.high:.3f}",
             f"{row.best:.3f}",
@@ -479,6 +538,24 @@ def _merged(found: Sequence[Mapping[str, list[dict[str, Any]]]]) -> dict[str, di
             if each:
                 merged[mode] = {**each[0], **merged.get(mode, {})}
     return merged
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    """Return the median of those that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _differences(start: _Start, mode: str) -> list[str]:
+    """Return in what a mode's results differ from those of none."""
+    found = []
+    for name in ("kv_sums", "slots_sha", "tokens_sha"):
+        mine, plain = (
+            [x[name] for x in (start.same.get(m, {}), *start.found.get(m, ())) if name in x] for m in (mode, NONE)
+        )
+        if mine and plain and mine[0] != plain[0]:
+            found.append(f"{name} differ from those of {NONE}")
+    return found
 
 
 def _more_than(

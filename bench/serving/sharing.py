@@ -47,6 +47,12 @@ def allocate(shape: Shape, *, slots: int, lock: Path) -> Shared:
     return Shared(kv=kv, weights=weights, lock=lock)
 
 
+def let_go() -> None:
+    """Give back what schedulers that have ended had mapped, so that what is allocated next may lie elsewhere."""
+    torch.cuda.ipc_collect()
+    torch.cuda.empty_cache()
+
+
 def use(shared: Shared, *, own_kv: bool) -> None:
     """Let the scheduler that is made next in this process take its weights from `shared`, and its KV pool or not."""
     from sglang.srt.mem_cache import memory_pool

@@ -95,5 +95,5 @@ def vllm(
         raise SystemExit(1)
 
 
-_SHARED = "models decode prefill churn new rounds seconds device unfrozen json_path out commit"
+_SHARED = "models decode prefill churn new rounds starts seconds device unfrozen json_path out commit"
 vllm.params += _shared(*_SHARED.split())

@@ -52,7 +52,7 @@ class Engines(run.Measurement):
             "disable_log_stats": True,
             **_of_device(settings, shape, tokens=tokens, running=running),
         }
-        for mode in settings.modes:
+        for mode in self._left:
             spec = Spec(
                 model=folder,
                 device=settings.device,

@@ -80,6 +80,7 @@ def test_the_processes_of_a_measurement_are_given_its_cores(
         tiers=None,
         new=4,
         rounds=1,
+        starts=1,
         seconds=10.0,
         device="cpu",
         frozen=False,

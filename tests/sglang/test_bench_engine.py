@@ -25,6 +25,8 @@ def test_modes_serve_the_same_and_rows_say_what_they_cost(tmp_path: Path) -> Non
         "none,ours",
         "--churn",
         "4x32x24x20",
+        "--starts",
+        "2",
         "--json",
         str(path),
         "--out",
@@ -41,7 +43,7 @@ def test_modes_serve_the_same_and_rows_say_what_they_cost(tmp_path: Path) -> Non
     assert rows[0]["failed"] == {"tiny": {}}
     assert rows[0]["sources"]
     for row in rows:
-        assert row["n"] == 1
+        assert (row["n"], row["starts"], [each["start"] for each in row["rounds"]]) == (2, 2, [0, 1])
         assert row["checks"] == []
         assert (row["ratio"] == 1.0) == (row["mode"] == "none")
         assert 0 < row["low"] <= row["ratio"] <= row["high"]
@@ -112,6 +114,7 @@ def test_batches_share_the_time_that_is_left_evenly(tmp_path: Path, monkeypatch:
         tiers=None,
         new=40,
         rounds=1,
+        starts=1,
         seconds=400.0,
         device="cpu",
         frozen=True,
