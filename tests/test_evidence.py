@@ -164,6 +164,21 @@ def test_rows_of_two_runs_on_one_card_stand_beside_the_steps_of_their_own_run(ch
     assert steps == ["2.55", "6.25"]
 
 
+def test_a_planted_bug_that_a_campaign_did_not_find_is_told_where_the_others_are(checkout: Path) -> None:
+    planted = [
+        {"kind": "off by one", "found_after_s": [3.14, None, 59.9], "median_s": 59.9},
+        {"kind": "a window shifted", "found_after_s": [None, None, None], "median_s": None},
+    ]
+    result = {"device": "CPU", "commit": "abc1234", "sources": evidence.digests("planted"), "planted": planted}
+    (checkout / "bench/results/planted.json").write_text(json.dumps(result))
+    page = checkout / "docs/page.md"
+    page.write_text("<!-- kv-canary evidence planted: begin -->\n<!-- kv-canary evidence: end -->\n")
+    assert run("--write")[:2] == (0, [])
+    lines = page.read_text().splitlines()
+    assert "| off by one | 3.1, not found, 59.9 | 59.9 |" in lines
+    assert "| a window shifted | not found, not found, not found |  |" in lines
+
+
 def test_a_result_without_digests_is_of_an_older_version(checkout: Path) -> None:
     keep(checkout / "bench/results", {"device": "CPU"})
     (result,) = run("--write")[2]

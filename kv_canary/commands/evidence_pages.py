@@ -479,11 +479,12 @@ def _difftest(found: Results, _: Sequence[str]) -> str:
         rows.append([run["device"], f"{run['seconds'] / 60:.0f}", f"{run['cases']:,}", pairs, targets])
     fuzz = _table(["device", "minutes", "cases", "pairs of features met", "cases by target"], rows)
     planted = load("planted.json")["planted"]
-    seconds = [second for bug in planted for second in bug["found_after_s"]]
+    campaigns = [second for bug in planted for second in bug["found_after_s"]]
+    seconds = [second for second in campaigns if second is not None]
     mutants = load("mutants.json")
     lines = [
-        f"Planted bugs: {len(planted)}, in {len(seconds)} campaigns; found after {median(seconds):.3g} s in the "
-        f"median, {max(seconds):.3g} s at worst.",
+        f"Planted bugs: {len(planted)}, found by {len(seconds)} of {len(campaigns)} campaigns, after "
+        f"{median(seconds):.3g} s in the median, {max(seconds):.3g} s at worst.",
         f"Mutants of kernels and references: {mutants['total']:,}; killed {mutants['killed']:,}, argued equivalent "
         f"{mutants['equivalent']}, survived {mutants['survived']}.",
     ]
@@ -493,6 +494,18 @@ def _difftest(found: Results, _: Sequence[str]) -> str:
 
 # By the key that a result has of its engine's version.
 _ENGINES = {"sglang": "SGLang", "vllm": "vLLM", "transformers": "transformers"}
+
+
+def _planted(found: Results, _: Sequence[str]) -> str:
+    rows = [
+        [
+            bug["kind"],
+            ", ".join("not found" if second is None else f"{second:.1f}" for second in bug["found_after_s"]),
+            "" if bug["median_s"] is None else f"{bug['median_s']:.1f}",
+        ]
+        for bug in load("planted.json")["planted"]
+    ]
+    return f"{_table(['planted', 'found after, s', 'median'], rows)}\n\n{_source(found, 'planted.json')}"
 
 
 def _engines(found: Results, _: Sequence[str]) -> str:
@@ -646,6 +659,7 @@ BLOCKS: dict[str, Callable[[Results, Sequence[str]], str]] = {
     "seals": _seals,
     "chaos": _chaos,
     "difftest": _difftest,
+    "planted": _planted,
     "engines": _engines,
     "vllm": _vllm,
     "tiers": _tiers,

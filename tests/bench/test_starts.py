@@ -10,24 +10,24 @@ import pytest
 from kv_canary.bench.serving import run
 
 
-def measurement() -> run.Measurement:
-    settings = run.Settings(
-        models=["tiny"],
-        modes=["none", "ours", "sgl"],
-        decode=[],
-        prefill=[],
-        churn=None,
-        tiers=None,
-        new=32,
-        rounds=2,
-        starts=2,
-        seconds=1.0,
-        device="cpu",
-        frozen=True,
-        shared=False,
-        out=Path(),
-    )
-    return run.Measurement("tiny", settings, say=lambda line: None)
+def measurement(**changed: Any) -> run.Measurement:
+    settings: dict[str, Any] = {
+        "models": ["tiny"],
+        "modes": ["none", "ours", "sgl"],
+        "decode": [],
+        "prefill": [],
+        "churn": None,
+        "tiers": None,
+        "new": 32,
+        "rounds": 2,
+        "starts": 2,
+        "seconds": 1e6,
+        "device": "cpu",
+        "frozen": True,
+        "shared": False,
+        "out": Path(),
+    }
+    return run.Measurement("tiny", run.Settings(**settings | changed), say=lambda line: None)
 
 
 def start(plain: list[float], ours: list[float], *, host: float, sums: float = 1.0) -> Any:
@@ -54,3 +54,64 @@ def test_what_differs_in_any_start_is_said() -> None:
     starts = [start([100.0], [99.0], host=200.0), start([100.0], [99.0], host=200.0, sums=2.0)]
     [_, ours] = measurement()._rows_of("decode", "4x32", starts)
     assert ours.checks == ["kv_sums differ from those of none"]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Schedulers that do nothing: the modes of those that were started, in order.
+
+    "sgl" fails at its first prefill; "ours" has found something when it is started for the second time.
+    """
+    modes: list[str] = []
+
+    class Scheduler:
+        """One that answers at once."""
+
+        def __init__(self, mode: str, *_: Any) -> None:
+            self.mode, self.nth = mode, modes.count(mode)
+            modes.append(mode)
+
+        def answer(self, seconds: float) -> dict[str, Any]:
+            return {"ready": True}
+
+        def ask(self, *, do: str, **_: Any) -> dict[str, Any]:
+            if do == "prefill" and self.mode == "sgl":
+                raise RuntimeError("it has ended")
+            if do == "status":
+                return {"violations": 3 if self.mode == "ours" and self.nth else 0}
+            return {"tokens_per_s": 100.0 + self.nth}
+
+        def stop(self) -> None:
+            """It has nothing to end."""
+
+    monkeypatch.setattr(run, "Scheduler", Scheduler)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    return modes
+
+
+def test_a_mode_that_has_failed_is_not_started_again(started: list[str], tmp_path: Path) -> None:
+    measured = measurement(prefill=[(2, 96)], out=tmp_path)
+    measured.run()
+    assert started == ["none", "ours", "sgl", "none", "ours"]
+    assert list(measured.failed) == ["sgl"]
+    rows = {row.mode: row for row in measured.rows}
+    assert {mode: (row.n, row.starts) for mode, row in rows.items()} == {"none": (4, 2), "ours": (4, 2)}
+    assert [(each["start"], each["tokens_per_s"]) for each in rows["ours"].rounds] == [
+        (0, 100.0),
+        (0, 100.0),
+        (1, 101.0),
+        (1, 101.0),
+    ]
+
+
+def test_what_a_canary_has_found_in_any_start_is_said(started: list[str], tmp_path: Path) -> None:
+    measured = measurement(prefill=[(2, 96)], out=tmp_path)
+    measured.run()
+    assert {row.mode: row.checks for row in measured.rows} == {"none": [], "ours": ["3 violations"]}
+
+
+def test_no_start_begins_once_the_time_is_over(started: list[str], tmp_path: Path) -> None:
+    measured = measurement(modes=["none"], prefill=[(2, 96)], starts=3, seconds=-1.0, out=tmp_path)
+    measured.run()
+    assert started == ["none"]
+    assert [(row.n, row.starts) for row in measured.rows] == [(1, 1)]
