@@ -413,6 +413,7 @@ def test_texts_are_what_was_sampled_however_it_came(seed: int) -> None:
     draw, requests = random.Random(seed), Requests(num_rows=9, max_len=90)
     texts: dict[str, list[int]] = {}
     late: list[tuple[kept.Composed, list[list[int]]]] = []
+    asked, of = int64s(), list[str]()
     for step in range(150):
         if (draw.random() < 0.1 and len(texts) < 6) or not texts:
             name = f"r{step}"
@@ -450,6 +451,16 @@ def test_texts_are_what_was_sampled_however_it_came(seed: int) -> None:
             assert (found is None) == bool((at < 1).any())
             if found is not None:
                 assert found.tolist() == [texts[n][end - 1] for n, end in zip(names, at.tolist(), strict=True)]
+        # One token behind those that were asked for in the step before, which may be there or not yet.
+        asked, before, goes_on = asked + 1, asked, of == names and draw.random() < 0.9
+        if not goes_on:
+            asked, of = ends, names
+        rows = requests.compose(names).composition.rows
+        found = requests.newest_of(rows, asked, after=before if goes_on else None)
+        there = [texts[n][end - 1 : end] for n, end in zip(names, asked.tolist(), strict=True)]
+        assert (found is None) == (min(map(len, there)) == 0 or bool((asked < 1).any()))
+        if found is not None:
+            assert found.tolist() == [token for (token,) in there]
         name = draw.choice(names)
         begin, end = sorted(draw.randrange(100) for _ in range(2))
         member = requests.find(name)

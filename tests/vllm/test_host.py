@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,3 +82,47 @@ def test_a_step_costs_what_has_changed(
             assert retired <= count + 1
     assert most[2][0] == most[6][0] <= MOST_OF_A_DECODE
     assert max(changed for _, changed in most.values()) <= MOST_OF_A_CHANGE
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_a_step_that_is_put_off_is_taken_in_where_nobody_calls_before_the_model(
+    model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, runner: Runner
+) -> None:
+    with Engine(model("llama"), runner=runner, canary={}) as engine:
+        engine.submit("r", [7, *range(20, 40)], new_tokens=40)
+        engine.step()
+        session, put_off = engine.session, 0
+        (running,) = engine.scheduler.running
+        member = session.requests.find(running.request_id)
+        assert member is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(session, "before", lambda _: None)
+            begin = session._begin_step
+
+            def counted(scheduled: Any) -> None:
+                nonlocal put_off
+                begin(scheduled)
+                put_off += session._is_put_off
+
+            patched.setattr(session, "_begin_step", counted)
+            for _ in range(20):
+                engine.step()
+                (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids(running.request_id)
+                assert not session._is_put_off
+                assert session._blocks._tables[0][member.row, : len(blocks)].tolist() == blocks
+                assert session._blocks._counts[0][member.row] == len(blocks)
+        # Blocks were handed out meanwhile.
+        assert put_off == 20
+        assert len(blocks) > 1
+        assert session.manager.guard.failures == {}
+
+
+def test_a_step_that_says_less_than_others_is_not_put_off(model: Callable[[str], str]) -> None:
+    with Engine(model("llama"), runner="V1", canary={}) as engine:
+        session = engine.session
+        session.manager.guard.contains = True
+        for said in (SimpleNamespace(), SimpleNamespace(total_num_scheduled_tokens=0)):
+            assert not session._may_put_off(said)
+        session._begin_step(SimpleNamespace(total_num_scheduled_tokens=1, finished_req_ids=set()))
+        assert not session._is_put_off
+        assert "following the scheduler's step: AttributeError" in session.manager.guard.failures

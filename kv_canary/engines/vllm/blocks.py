@@ -271,6 +271,11 @@ class Blocks:
             if group.number == number:
                 self._promised[i][blocks] = False
 
+    @property
+    def has_promises(self) -> bool:
+        """Whether blocks may be promised to somebody, and hit by others: then ask `take_unseen`."""
+        return self._promises
+
     def take_unseen(self) -> list[tuple[int, torch.Tensor]]:
         """Return the int64 slots of blocks that were hit in this step though nobody has seen what was brought there.
 

@@ -77,18 +77,22 @@ class _Sampled(NamedTuple):
     counts: Int64s | None
 
 
-class _Decoded(NamedTuple):
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Decoded:
     """Tokens that the same requests have got, step by step, which are not in their logs yet.
 
     Args:
         rows: int64 [requests].
         first: int64 [requests] where the first of them belongs in each text.
         steps: int64 [requests] of each step.
+        ends, step: the ends that were asked for last, and the number of the step whose tokens stand before these.
     """
 
     rows: Int64s
     first: Int64s
     steps: list[Int64s]
+    ends: Int64s | None = None
+    step: int = 0
 
 
 class _Log:
@@ -111,7 +115,7 @@ class _Log:
 
     def add(self, decoded: _Decoded) -> None:
         """Take in tokens of rows that have had so many, and tell their lengths."""
-        rows, first, steps = decoded
+        rows, first, steps = decoded.rows, decoded.first, decoded.steps
         if self._next + len(steps) - self._oldest > _MOST_DECODED:
             self.settle((self._lengths > self._settled).nonzero()[0])
             self._oldest = self._next
@@ -372,9 +376,12 @@ class Requests:
             which = np.array([at[name] for name in names if name in at], np.int64)
             tokens = [t for name, t in zip(names, tokens, strict=True) if name in at]
             rows, serials = rows[which], serials[which]
-        flat = np.fromiter(chain.from_iterable(tokens), np.int64)
         counts = None
-        if len(flat) != len(tokens) or not all(tokens):
+        try:
+            # As in most steps: one token each.
+            flat = np.fromiter([token for (token,) in tokens], np.int64, len(tokens))
+        except ValueError:
+            flat = np.fromiter(chain.from_iterable(tokens), np.int64)
             counts = np.fromiter(map(len, tokens), np.int64, len(tokens))
         self._sampled.append(_Sampled(composed, rows, serials, flat, counts))
 
@@ -389,7 +396,7 @@ class Requests:
                 decoded = self._decoded
                 if decoded is None or decoded.rows is not rows or len(decoded.steps) == _MOST_DECODED:
                     self._close()
-                    decoded = self._decoded = _Decoded(rows, self._lengths[rows], [])
+                    decoded = self._decoded = _Decoded(rows=rows, first=self._lengths[rows], steps=[])
                 decoded.steps.append(flat)
                 self._longest += 1
                 continue
@@ -447,18 +454,21 @@ class Requests:
             return None
         return self.newest_of(rows, ends)
 
-    def newest_of(self, rows: Int64s, ends: Int64s, *, are_known: bool = False) -> Int64s | None:
+    def newest_of(
+        self, rows: Int64s, ends: Int64s, *, are_known: bool = False, after: Int64s | None = None
+    ) -> Int64s | None:
         """Return the own token before each end of the requests of rows; None where one is not known.
 
         Args:
             rows, ends: int64 [requests].
             are_known: whether none of the ends is past what is known.
+            after: the ends that these are one token behind each; None: that is not known.
         """
         decoded = self._decoded
         if decoded is not None and decoded.rows is rows and len(ends):
-            steps = ends - decoded.first
-            step = int(steps[0])
-            if step <= len(decoded.steps) and np.logical_and.reduce(steps == step):
+            step = self._step_of(decoded, ends, after)
+            if step is not None and step <= len(decoded.steps):
+                decoded.ends, decoded.step = ends, step
                 if step > 0:
                     return decoded.steps[step - 1]
                 if np.minimum.reduce(ends) > 0:
@@ -467,6 +477,15 @@ class Requests:
         if not len(ends) or np.minimum.reduce(ends) < 1 or not (are_known or (self.known(rows) >= ends).all()):
             return None
         return self.before(rows, ends)
+
+    @staticmethod
+    def _step_of(decoded: _Decoded, ends: Int64s, after: Int64s | None) -> int | None:
+        """Return the number of the step whose tokens stand before the ends; None: they are not of one step."""
+        if after is not None and after is decoded.ends:
+            return decoded.step + 1
+        steps = ends - decoded.first
+        step = int(steps[0])
+        return step if np.logical_and.reduce(steps == step) else None
 
     def before(self, rows: Int64s, ends: Int64s) -> Int64s:
         """Return the own token before each end of the requests of rows, all of which are known; 0 before the first."""
