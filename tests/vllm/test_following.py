@@ -407,6 +407,29 @@ def test_some_requests_of_a_step_and_their_tokens() -> None:
     assert (whole.given.stays, some.given.stays, others.given.stays) == (True, False, False)
 
 
+def test_the_newest_tokens_of_a_list_that_goes_on_are_those_of_the_next_step() -> None:
+    requests = Requests(num_rows=5, max_len=20)
+    for name, prompt in (("a", [1, 2, 3]), ("b", [4])):
+        requests.start(name, prompt, identity=0)
+    both = requests.compose(["a", "b"])
+    for step in range(4):
+        requests.sampled(both, ["a", "b"], [[10 + step], [20 + step]])
+    requests.take()
+    rows, ends, found = both.composition.rows, int64s(4, 2), list[list[int] | None]()
+    last = requests.newest_of(rows, ends)
+    assert last is not None
+    for _ in range(4):
+        ends, before = ends + 1, ends
+        newest = requests.newest_of(rows, ends, after=before)
+        found.append(None if newest is None else newest.tolist())
+    # The last step has not been sampled yet.
+    assert [last.tolist(), *found] == [[10, 20], [11, 21], [12, 22], [13, 23], None]
+    # Behind others than those that were asked for last.
+    newest = requests.newest_of(rows, int64s(5, 3), after=int64s(4, 2))
+    assert newest is not None
+    assert newest.tolist() == [11, 21]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_texts_are_what_was_sampled_however_it_came(seed: int) -> None:
     """Against lists of tokens: the same requests step after step, and then others, and some with none or several."""
