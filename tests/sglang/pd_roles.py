@@ -19,6 +19,8 @@ from kv_canary.difftest.stress.sglang import engine as sglang_engine
 from . import engine, pd_transfer_engine, ports
 
 HOST = "127.0.0.1"
+# Seconds that a side waits for the other, which may yet have to build its scheduler.
+_PATIENCE = 240
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +187,11 @@ class _Role:
         reports = self._reports()
         before = len(reports)
         aborted = False
+        deadline = time.monotonic() + _PATIENCE
 
         def wait(_: int) -> bool:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the scheduler is still busy after {_PATIENCE} seconds")
             # The other side wants a processor, too.
             time.sleep(0.002)
             nonlocal aborted
@@ -196,7 +201,7 @@ class _Role:
                     engine.abort(self._scheduler, name)
             return False
 
-        engine.run_all(self._scheduler, wait, limit=15_000)
+        engine.run_all(self._scheduler, wait, limit=_PATIENCE * 1000)
         return Outcome(
             outputs={name: list(req.output_ids) for name, req in reqs.items()},
             reports=list(self._reports())[before:],
