@@ -108,6 +108,18 @@ def test_ranks_agree_on_a_step_that_is_ahead_of_all_of_them(ranks: Ranks) -> Non
         assert part._ranks.carried == [agreement.group]  # type: ignore[attr-defined]
 
 
+def test_ranks_whose_pace_is_not_known_go_on_four_steps_ahead_and_twice_as_many_each_time_that_they_met_in_vain(
+    ranks: Ranks,
+) -> None:
+    (part,) = ranks(1)
+    margins = []
+    for part._in_vain in range(1, 8):
+        margin, spread = part._margins()
+        assert spread == meeting._SPREAD
+        margins.append(margin)
+    assert margins == [4, 8, 16, 32, 64, 64, 64]
+
+
 def test_ranks_that_run_the_same_steps_are_known_to(ranks: Ranks) -> None:
     parts = ranks()
     for part, number in zip(parts, (10, 12), strict=True):
