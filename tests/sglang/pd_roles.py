@@ -201,6 +201,7 @@ class _Role:
                     engine.abort(self._scheduler, name)
             return False
 
+        # More iterations than there is time for.
         engine.run_all(self._scheduler, wait, limit=_PATIENCE * 1000)
         return Outcome(
             outputs={name: list(req.output_ids) for name, req in reqs.items()},
