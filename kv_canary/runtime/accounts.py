@@ -150,7 +150,7 @@ class Accounts:
 
     def see_forward(self, forward: WatchedForward, batch: ForwardBatch) -> None:
         """Show a forward that is over to the observers."""
-        for observer in self.observers if self.shows_forwards else ():
+        for observer in self.observers:
             self._call(observer.on_forward, forward, batch)
 
     def launches_unknown(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -130,19 +130,31 @@ class BatchRequests(Sequence[ForwardRequest]):
 
     Attributes:
         rows, owners: those of the composition.
+        num_tokens: that the forward writes, of all requests together.
+        num_cached: tokens of all prefixes together.
+        longest: tokens of the longest prefix.
+        ends: int64 [requests] tokens in the cache behind the forward.
         previous: the same requests a decode step ago, each with one token less; None: that is not known, or known no
             more, which it is not of those that are `previous` themselves.
     """
 
+    # Made when they are first asked for, see `__getattr__`: most steps read them several times.
+    num_tokens: int
+    num_cached: int
+    longest: int
+    ends: Int64s
+    prefix: Int64s
+
     __slots__ = (
-        "_ends",
-        "_longest",
-        "_num_cached",
-        "_num_tokens",
+        "_first",
         "composition",
         "drafts",
+        "ends",
         "extend",
+        "longest",
         "newest_of_all",
+        "num_cached",
+        "num_tokens",
         "owners",
         "pending",
         "prefix",
@@ -166,9 +178,9 @@ class BatchRequests(Sequence[ForwardRequest]):
         self.composition, self.prefix, self.extend, self.pending = composition, prefix, extend, pending
         self.table_rows = table_rows
         self.newest_of_all, self.rows, self.owners = newest, composition.rows, composition.owners
-        self._num_tokens = self._num_cached = self._longest = -1
-        self._ends: Int64s | None = None
         self.previous: BatchRequests | None = None
+        # The first of the decode steps that follow each other up to this one, and how many there are between.
+        self._first: tuple[BatchRequests, int] | None = None
 
     def following(self, newest: Int64s) -> BatchRequests:
         """Return the same requests in the next decode step, one token longer each, in the same rows of the tables.
@@ -185,11 +197,27 @@ class BatchRequests(Sequence[ForwardRequest]):
         following = BatchRequests(
             self.composition, prefix=self.ends, extend=self.extend, newest=newest, table_rows=self.table_rows
         )
-        following._num_tokens, following._num_cached = count, self.num_cached + count
-        following._longest, following.previous = self.longest + 1, self
+        following.num_tokens, following.num_cached = count, self.num_cached + count
+        following.longest, following.previous = self.longest + 1, self
+        before, first = self.previous, self._first
+        following._first = (self, 1) if first is None else (first[0], first[1] + 1)
         # Else each would keep all before it.
         self.previous = None
+        if before is not None and before._first is not None:
+            # Steps are remembered and seldom asked: the first of these tells what the others had.
+            del before.prefix, before.ends
+            before.newest_of_all = None
         return following
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            make = _MADE.get(name)
+            if make is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            value = make(self)
+            setattr(self, name, value)
+            return value
 
     @classmethod
     def of(cls, requests: Sequence[ForwardRequest]) -> BatchRequests:
@@ -211,34 +239,6 @@ class BatchRequests(Sequence[ForwardRequest]):
     def is_composed(self) -> bool:
         """Whether the engine composes its requests, and does not describe each of them at every forward."""
         return self.composition.source is not _GIVEN
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the forward writes, of all requests together."""
-        if self._num_tokens < 0:
-            self._num_tokens = int(np.add.reduce(self.extend))
-        return self._num_tokens
-
-    @property
-    def num_cached(self) -> int:
-        """Tokens of all prefixes together."""
-        if self._num_cached < 0:
-            self._num_cached = int(np.add.reduce(self.prefix))
-        return self._num_cached
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prefix."""
-        if self._longest < 0:
-            self._longest = int(self.prefix.max(initial=0))
-        return self._longest
-
-    @property
-    def ends(self) -> Int64s:
-        """int64 [requests] tokens in the cache behind the forward."""
-        if self._ends is None:
-            self._ends = self.prefix + self.extend
-        return self._ends
 
     @property
     def there(self) -> Int64s:
@@ -301,6 +301,24 @@ class BatchRequests(Sequence[ForwardRequest]):
     def __iter__(self) -> Iterator[ForwardRequest]:
         return (self[i] for i in range(len(self)))
 
+
+def _prefix_of(requests: BatchRequests) -> Int64s:
+    """Return the prefixes of a decode step that the first one before it tells."""
+    if requests._first is None:
+        raise AttributeError(f"{type(requests).__name__!r} object has no attribute 'prefix'")
+    first, steps = requests._first
+    prefix: Int64s = first.prefix + steps * first.extend
+    return prefix
+
+
+# What of requests is made when it is first asked for.
+_MADE: Mapping[str, Callable[[BatchRequests], Any]] = {
+    "num_tokens": lambda requests: int(np.add.reduce(requests.extend)),
+    "num_cached": lambda requests: int(np.add.reduce(requests.prefix)),
+    "longest": lambda requests: int(requests.prefix.max(initial=0)),
+    "ends": lambda requests: requests.prefix + requests.extend,
+    "prefix": _prefix_of,
+}
 
 # Kinds of sources whose failing has been told of.
 _told: set[type] = set()

@@ -205,7 +205,11 @@ class CanaryDeviceState:
 
         Not known either where one launch does not bring up all that there is.
         """
-        return self._tokens.one_behind(requests) if self._one_launch_does(requests) else None
+        tokens, number = self._tokens, requests.composition.number
+        if tokens.at is not None and requests.previous is tokens.at and number == self._all_anchored:
+            # Of the same list, of which all that is asked below was so a step ago.
+            return tokens.at.prefix
+        return tokens.one_behind(requests) if self._one_launch_does(requests) else None
 
     def behind(self, requests: BatchRequests) -> tuple[Int64s, Int64s] | None:
         """Return which requests' rows are not at their prefixes, and the lengths to go on from; None: not known.

@@ -64,7 +64,8 @@ class Drain:
     def __init__(self, state: CanaryDeviceState, *, failed: Callable[[Exception], None] = lambda error: None) -> None:
         self._state, self._failed = state, failed
         self._spare: list[Sheet] = []
-        self._pending: deque[_Pending] = deque()
+        # The steps that have been pushed and not drained, oldest first.
+        self.pending: deque[_Pending] = deque()
         self.counters = [0] * NUM_COUNTERS
         # The last step that was drained.
         self.drained = 0
@@ -72,7 +73,7 @@ class Drain:
     @property
     def is_empty(self) -> bool:
         """Whether the words of every step have been drained: the device is done with all of them."""
-        return not self._pending
+        return not self.pending
 
     def new_sheet(self) -> Sheet:
         """Return host memory for the words that stays with who asks, for `push`."""
@@ -99,20 +100,20 @@ class Drain:
             sheet.copy()
         if sheet.arrived is not None:
             sheet.arrived.record()
-        self._pending.append(_Pending(step=step, sheet=sheet, statuses=statuses, launches=launches))
+        self.pending.append(_Pending(step=step, sheet=sheet, statuses=statuses, launches=launches))
 
     def poll(self, *, wait: bool = False) -> Findings:
         """Return what the steps found whose copies have arrived; with `wait`, of all steps."""
         found = False
         steps: list[StepWords] = []
-        while self._pending:
-            first = self._pending[0]
+        while self.pending:
+            first = self.pending[0]
             if first.sheet.arrived is not None:
                 if wait:
                     first.sheet.arrived.synchronize()
                 elif not first.sheet.arrived.query():
                     break
-            self._pending.popleft()
+            self.pending.popleft()
             if not first.sheet.is_kept:
                 self._spare.append(first.sheet)
             self.drained = first.step
@@ -150,7 +151,7 @@ class Drain:
 
     def _drop_stale_counts(self) -> None:
         """Forget the counts that were copied before the ring was emptied; their rows have been read."""
-        for pending in self._pending:
+        for pending in self.pending:
             if pending.sheet.arrived is not None:
                 pending.sheet.arrived.synchronize()
             pending.sheet.values[VIOLATION_COUNT] = 0

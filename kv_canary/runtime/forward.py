@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -365,14 +366,19 @@ class SingleForwardManager:
             CanaryViolationError: in raise mode, for what the step before found.
             ValueError: in raise mode, the requests contradict the limits.
         """
-        is_late = given is None
-        is_decode = is_late and not _goes_ahead(requests)
+        guard = self.context.guard
+        if not guard.depth:
+            # Its time is counted, too, where no adapter's part is around it.
+            with self._begins:
+                return self.repeat(requests, out_slots=out_slots, given=given)
+        is_late, count = given is None, len(requests.rows)
+        is_decode = is_late and requests.num_tokens == count
         if self._phase is not Phase.IDLE or not (self._decodes if is_decode else self._forwards):
             return False
-        with self._begins as part:
+        try:
             behind = None if is_decode else self.context.state.behind(requests)
             if is_decode:
-                repetition = _valid_one(self._decodes, self._rounded(len(requests.rows)))
+                repetition = _valid_one(self._decodes, self._rounded(count))
             elif behind is None or (missing := _num_missing(requests, behind)) > MOST_REPLAYED:
                 return False
             else:
@@ -385,7 +391,9 @@ class SingleForwardManager:
             if not repetition.begin(requests, behind):
                 return False
             self._repetition, self._written, self._captured, self._is_late = repetition, out_slots, None, is_late
-            self._batch, self._num_requests = repetition.batch_of(requests), len(requests.rows)
+            self._batch, self._num_requests = repetition.batch, count
+            if self._steps.shows_forwards:
+                self._batch = dataclasses.replace(repetition.batch, requests=requests)
             self._advance, self._ahead = repetition.advance, repetition.ahead
             self._rows_at_head, self._rows_at_tail = requests.rows, None if is_decode else requests.rows
             self._shape, self._new_tokens, self._phase = repetition.shape, requests.num_tokens, Phase.BEGUN
@@ -395,15 +403,19 @@ class SingleForwardManager:
             if given is not None:
                 self._take_inputs(given())
             if is_decode and self._beside is not None and self._steps.host_has_time:
-                self._beside.run(repetition.head)
+                self._beside.run(repetition.lap.head)
             else:
-                self._timed(repetition.head)
+                if self._steps.timer is None:
+                    repetition.lap.head()
+                else:
+                    self._timed(repetition.lap.head)
                 self._rows_at_head = None
             self._phase = Phase.HEAD
             if not is_decode:
                 # The number of the step is there by now.
                 self._steps.admit(self, requests, repetition.batch.tables)
-        if part.failed:
+        except Exception as error:
+            guard.take(self._parts["begin"], error)
             self._written = out_slots
             self._skip_written()
         return True
@@ -610,24 +622,53 @@ class SingleForwardManager:
         """
         if self._phase is Phase.SKIPPED:
             return
-        repetition = self._repetition
-        with self.context.guard.contain(self._parts["TAIL"]) if repetition is None else self._tails as part:
-            self._expect(Phase.HEAD, "tail")
-            self._join_head()
-            if repetition is not None and (given is repetition.given or not self._is_late):
-                self._timed(repetition.tail)
-                self._sheet = repetition.sheet
-            else:
-                if self._is_late and self._batch is not None:
-                    self._take_given(self._batch, given)
-                self._copy_inputs(input_ids, None)
-                if self._batch is not None and not (self._has_ids or self._is_late or self._captured is not None):
-                    raise ValueError(must_be(f"forward {self.name}", "input_ids", "given by TAIL", "nothing"))
-                key = ("tail", *self._key(self._inputs.in_place))
-                self._timed(lambda: self._replays.run(key, self._launch_tail))
-            self._rows_at_tail, self._phase = None, Phase.TAIL
+        with self.context.guard.contain(self._parts["TAIL"]) if self._repetition is None else self._tails as part:
+            self._tail(input_ids, given)
         if part.failed:
             self._skip_rest()
+
+    def _tail(self, input_ids: torch.Tensor | None, given: ModelInputs | None) -> None:
+        if self._phase is not Phase.HEAD:
+            self._expect(Phase.HEAD, "tail")
+        if self._beside is not None:
+            self._join_head()
+        repetition = self._repetition
+        if repetition is not None and (given is repetition.given or not self._is_late):
+            lap = repetition.lap
+            if self._steps.timer is None:
+                lap.tail()
+            else:
+                self._timed(lap.tail)
+            self._sheet = lap.sheet
+        else:
+            if self._is_late and self._batch is not None:
+                self._take_given(self._batch, given)
+            self._copy_inputs(input_ids, None)
+            if self._batch is not None and not (self._has_ids or self._is_late or self._captured is not None):
+                raise ValueError(must_be(f"forward {self.name}", "input_ids", "given by TAIL", "nothing"))
+            key = ("tail", *self._key(self._inputs.in_place))
+            self._timed(lambda: self._replays.run(key, self._launch_tail))
+        self._rows_at_tail, self._phase = None, Phase.TAIL
+
+    def finish(self, *, given: ModelInputs | None = None) -> None:
+        """Run TAIL and end the forward: `tail` and `end` in one, for a step in which nothing comes between them.
+
+        Args:
+            given: see `tail`.
+        """
+        guard = self.context.guard
+        if self._repetition is None or not guard.depth:
+            self.tail(given=given)
+            self.end()
+            return
+        try:
+            self._tail(None, given)
+            self._end()
+        except Exception as error:
+            guard.take(self._parts["TAIL"], error)
+            if self._phase is not Phase.IDLE:
+                self._skip_rest()
+            self._phase = Phase.IDLE
 
     def _join_head(self) -> None:
         """Let the forward's stream wait for a HEAD that runs beside the model."""
@@ -725,25 +766,29 @@ class SingleForwardManager:
         if self._phase is Phase.SKIPPED:
             self._phase = Phase.IDLE
             return
-        is_repeated = self._repetition is not None
-        with self._ends if is_repeated else self.context.guard.contain(self._parts["end"]) as part:
-            # A replay runs HEAD and TAIL where the host does not see it; their launches are counted on the device.
-            self._expect(Phase.TAIL if self._captured is None else Phase.BEGUN, "end")
-            self._phase = Phase.IDLE
-            try:
-                if self._steps.unverified.any_marked:
-                    for launches in self._launches:
-                        self._steps.unverified.written(launches.group.pool, launches.out_slots[: self._new_tokens])
-                if not is_repeated:
-                    self._keep_repetition()
-                self._repetition, self._is_late = None, False
-                sheet, self._sheet = self._sheet, None
-                self._steps.end_forward(self, self._batch, sheet=sheet)
-            except BaseException:
-                self._steps.abort_forward(self)
-                raise
+        with self.context.guard.contain(self._parts["end"]) if self._repetition is None else self._ends as part:
+            self._end()
         if part.failed:
             self._phase = Phase.IDLE
+
+    def _end(self) -> None:
+        # A replay runs HEAD and TAIL where the host does not see it; their launches are counted on the device.
+        expected = Phase.TAIL if self._captured is None else Phase.BEGUN
+        if self._phase is not expected:
+            self._expect(expected, "end")
+        self._phase = Phase.IDLE
+        try:
+            if self._steps.unverified.any_marked:
+                for launches in self._launches:
+                    self._steps.unverified.written(launches.group.pool, launches.out_slots[: self._new_tokens])
+            if self._repetition is None:
+                self._keep_repetition()
+            self._repetition, self._is_late = None, False
+            sheet, self._sheet = self._sheet, None
+            self._steps.end_forward(self, self._batch, sheet=sheet)
+        except BaseException:
+            self._steps.abort_forward(self)
+            raise
 
     def _rounded(self, requests: int) -> int:
         """Return how many requests launches are made for."""

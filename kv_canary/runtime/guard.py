@@ -74,6 +74,16 @@ class Guard:
                 redacts=self._redacts,
             )
 
+    def take(self, part: str, error: Exception) -> None:
+        """Take in what a part of the canary, that is inside another one, has raised.
+
+        Raises:
+            Exception: the same, where it is not contained.
+        """
+        if isinstance(error, CanaryViolationError) or not self.contains:
+            raise error
+        self.failed(part, error)
+
     def take_touched(self) -> bool:
         """Return whether something has failed since the last call."""
         touched, self.touched = self.touched, False

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -15,9 +16,10 @@ from kv_canary.runtime.pools import BufferGroup
 
 # Steps that are remembered.
 REMEMBERED_STEPS = 64
+# What is told of a step takes its place.
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
-@dataclass(kw_only=True, slots=True)
 class StepRecord:
     """A step, under way or remembered.
 
@@ -33,15 +35,24 @@ class StepRecord:
         tables: of its forwards, by group; the engine's own, which change as it goes on.
     """
 
-    number: int
-    forwards: list[BatchRequests] = field(default_factory=list)
-    statuses: Mapping[int, str] = field(default_factory=dict)
-    launches: Mapping[int, int] = field(default_factory=dict)
-    relied_on: int = 0
-    broken: bool = False
-    stride: int = 1
-    inner: dict[tuple[int, int], int] = field(default_factory=dict)
-    tables: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    __slots__ = ("broken", "forwards", "inner", "launches", "number", "relied_on", "statuses", "stride", "tables")
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        forwards: Iterable[BatchRequests] = (),
+        statuses: Mapping[int, str] = _NOTHING,
+        launches: Mapping[int, int] = _NOTHING,
+        relied_on: int = 0,
+        broken: bool = False,
+        stride: int = 1,
+        inner: Mapping[tuple[int, int], int] = _NOTHING,
+        tables: Mapping[str, torch.Tensor] = _NOTHING,
+    ) -> None:
+        self.number, self.forwards = number, [*forwards]
+        self.statuses, self.launches, self.relied_on = statuses, launches, relied_on
+        self.broken, self.stride, self.inner, self.tables = broken, stride, inner, tables
 
     def request(self, row: int) -> ForwardRequest | None:
         """Return the request of a row, as the step's last forward had it."""

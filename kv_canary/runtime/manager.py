@@ -342,6 +342,15 @@ class CanaryManager:
         if part.failed and pool in self.pools:
             self.unverify(pool, slots)
 
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Keep tensors that were made on another stream than the forwards' until what comes next there has read them.
+
+        They live until a step is drained that begins behind this call. To record a stream with each would take more of
+        the host's time, here and where the tensors die.
+        """
+        if not self.is_off:
+            self._steps.keep(tensors)
+
     def handed(self, pool: KvPool, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
         """Take in the K and V that the model hands over for a layer of a pool, before they are written there.
 

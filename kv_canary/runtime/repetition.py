@@ -18,8 +18,9 @@ from kv_canary.runtime.replays import Launch, Replays
 from kv_canary.runtime.steps import Steps
 from kv_canary.runtime.tails import Advance, ones
 
-# A step's numbers are written over once the step is drained, and the host runs ahead by one or two.
-_LAPS = 3
+# A step's numbers are written over once the step is drained; the host runs ahead by one or two, and the words of some
+# steps are read together.
+_LAPS = 4
 
 # Which requests' rows are not at their prefixes, and how far these have come.
 Behind = tuple[Int64s, Int64s]
@@ -33,6 +34,10 @@ class Lap:
         whole: where the numbers go.
         sheet: where the words go.
         head, tail: the launches without either.
+
+    Attributes:
+        head: sends the numbers of the step, and runs HEAD.
+        tail: runs TAIL, and brings the step's words to the host.
     """
 
     def __init__(self, replays: Replays, whole: torch.Tensor, sheet: Sheet, *, head: Launch, tail: Launch) -> None:
@@ -68,6 +73,9 @@ class Repetition(ABC):
         advance, ahead: what brings rows up to their prefixes, at HEAD, and what brings them further, at TAIL.
         head, tail: the launches, all of whose kernels have run on this memory.
 
+    Attributes:
+        lap: that the step under way, or the last one, is in.
+
     Raises:
         Exception: whatever a capture raises.
     """
@@ -96,22 +104,14 @@ class Repetition(ABC):
         self._steps, self._forward, self._state = steps, forward, context.state
         self._made = context.step
         self._laps = [Lap(replays, numbers.whole, steps.new_sheet(), head=head, tail=tail) for _ in range(_LAPS)]
-        self._lap = self._laps[0]
+        self.lap = self._laps[0]
         # The memory that the launches work on.
         self._token_pool = context.state.token_pool
         self._width = 0 if self._token_pool is None else self._token_pool.shape[1]
         self._memory = [(x, x.table, x.made) for x in launches]
-        self._full = [x.room for x in launches if not x.group.window]
+        rooms = [x.room for x in launches if not x.group.window]
+        self._num_full, self._least_room = len(rooms), min(rooms, default=0)
         self._windowed = [x for x in launches if x.group.window]
-
-    def batch_of(self, requests: BatchRequests) -> ForwardBatch:
-        """Return the batch of a forward that has begun, with its requests where anybody looks at them."""
-        return dataclasses.replace(self.batch, requests=requests) if self._steps.shows_forwards else self.batch
-
-    @property
-    def sheet(self) -> Sheet:
-        """What TAIL has copied the step's words to."""
-        return self._lap.sheet
 
     @property
     def last_used(self) -> int:
@@ -139,25 +139,21 @@ class Repetition(ABC):
             ValueError: a request gives fewer tokens than it was asked for.
         """
 
-    def head(self) -> None:
-        """Send the numbers of the step, and run HEAD."""
-        self._lap.head()
-
-    def tail(self) -> None:
-        """Run TAIL, and bring the step's words to the host."""
-        self._lap.tail()
-
     def _free_lap(self, requests: BatchRequests) -> Lap | None:
         """Return the launches of the next step; None: none are free, or they are of another kind."""
-        lap = self._laps[self._state.number % _LAPS]
-        if requests.pending is not None or lap.step > self._steps.drained:
+        lap, steps = self._laps[self._state.number % _LAPS], self._steps
+        if requests.pending is not None:
             return None
+        if lap.step > steps.drained:
+            steps.look()
+            if lap.step > steps.drained:
+                return None
         return lap if (requests.table_rows is not None) == ("table_rows" in self.numbers.at) else None
 
     def _begin_step(self, requests: BatchRequests) -> bool:
         """Begin the step; return False, with nothing done, where there is no room or more is to be done."""
-        relied_on = requests.num_cached * len(self._full)
-        if self._full and requests.num_cached > min(self._full):
+        relied_on = requests.num_cached * self._num_full
+        if relied_on and requests.num_cached > self._least_room:
             return False
         for launches in self._windowed:
             read = num_read(requests, launches.group)
@@ -189,7 +185,7 @@ class Decodes(Repetition):
             return False
         try:
             state.went_on(requests)
-            lap.step, self._lap = state.number, lap
+            lap.step, self.lap = state.number, lap
             sent, at = lap.numbers, self.numbers.at
             if lap.of != composition.number:
                 lap.of, lap.strides, sent[:] = composition.number, None, 0
@@ -249,7 +245,7 @@ class PlainForwards(Repetition):
                 columns["table_rows"] = requests.table_rows
             if "strides" in self.numbers.at:
                 columns["strides"] = steps.budget.strides(self._forward.name, requests, step=state.number)
-            lap.step, self._lap = state.number, lap
+            lap.step, self.lap = state.number, lap
             sent, at = lap.numbers, self.numbers.at
             # What is past the batch is padding: requests of row 0.
             sent[:] = 0

@@ -24,6 +24,7 @@ from kv_canary.runtime.cost import TIMED_EVERY, Costs, DeviceTimer
 from kv_canary.runtime.drain import Drain, Findings, Sheet
 from kv_canary.runtime.handed import HandedOver
 from kv_canary.runtime.history import StepRecord
+from kv_canary.runtime.host import let_go
 from kv_canary.runtime.pools import KvPool
 from kv_canary.runtime.seals import SCRUB_EVERY, Scrub
 from kv_canary.runtime.sweep import Sweeper
@@ -37,6 +38,10 @@ _TIDY_EVERY = 256
 _LONG_STEP, _UNHURRIED = 0.008, 16
 # Kinds of forwards that go by unwatched that are told of, one line each.
 _MOST_TOLD = 64
+# Steps that are repeated on a GPU in log mode before the words of those before them are read, at most.
+_MOST_UNREAD = 8
+# Lists of tensors that are kept for launches that read them, at most.
+_MOST_KEPT = 256
 # Violations found outside of forwards that wait for the next step, at most; then the oldest go.
 _MOST_ASIDE = 4096
 
@@ -80,6 +85,8 @@ class Steps:
             context.state, failed=lambda error: context.guard.failed("emptying the ring of violations", error)
         )
         self._times = context.device.type == "cuda"
+        # How many steps' words may wait to be read while steps are repeated: who is to raise does so at once.
+        self._most_unread = _MOST_UNREAD if self._times and context.config.mode != "raise" else 0
         # What times the launches of the step under way; the timings that are under way, with the steps' entries; and
         # the host's time, as it was when the last step ended.
         self.timer: DeviceTimer | None = None
@@ -91,9 +98,13 @@ class Steps:
         self._explicit = False
         # The forward between its begin and its end.
         self._running: WatchedForward | None = None
+        # The last step that was drained.
+        self.drained = 0
         # Forwards that went by unwatched.
         self.skipped = 0
         self._skips_told: set[str] = set()
+        # Tensors that launches read which come before a step, with its number.
+        self._kept: deque[tuple[int, Sequence[torch.Tensor]]] = deque()
         # Violations that were found outside of forwards, by other threads too.
         self._found_aside: deque[ViolationRow] = deque(maxlen=_MOST_ASIDE)
 
@@ -155,9 +166,11 @@ class Steps:
         fresh, offsets = requests, {g.token_offset for g in forward.groups} if forward.inner else set()
         if forward.inner:
             # The others go on where an inner forward of this step has brought them.
+            inner = dict(step.inner)
             fresh = BatchRequests.of(
-                [r for r in requests if {step.inner.pop((o, r.row), None) for o in offsets} != {r.prefix_len}]
+                [r for r in requests if {inner.pop((o, r.row), None) for o in offsets} != {r.prefix_len}]
             )
+            step.inner = inner
         # What is taken in anew is taken in behind it, and before HEAD.
         may_wait = may_wait and not any(unverified.has_gaps(g.pool) for g in forward.groups)
         try:
@@ -189,7 +202,9 @@ class Steps:
         idle = self._open is None and self._running is None
         if not idle or self.perturber is not None or self._ranks is not None or not self.unverified.is_clean:
             return False
-        step = self._begin_step()
+        if len(self._drain.pending) > self._most_unread or self._found_aside:
+            self.look()
+        self._open = step = self._next_step()
         self._running = forward
         step.forwards.append(requests)
         step.relied_on = relied_on
@@ -203,10 +218,12 @@ class Steps:
         """
         return self._unhurried >= _UNHURRIED and not self._waited and self.timer is None
 
-    @property
-    def drained(self) -> int:
-        """Number of the last drained step."""
-        return self._drain.drained
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Keep tensors until the next step is drained; see `CanaryManager.keep`."""
+        self._kept.append((self.context.state.number + 1, tensors))
+        if len(self._kept) > _MOST_KEPT:
+            # No step begins, that would be drained.
+            let_go(*self._kept.popleft()[1])
 
     def new_sheet(self) -> Sheet:
         """Return what a launch may copy a step's words to, for `end_forward`."""
@@ -257,10 +274,12 @@ class Steps:
             if self._ranks is not None:
                 self._ranks.see(forward, batch)
             step.tables = {**step.tables, **batch.tables} if step.tables else batch.tables
-            self._accounts.see_forward(forward, batch)
+            if self._accounts.shows_forwards:
+                self._accounts.see_forward(forward, batch)
             if forward.inner:
                 offsets = {g.token_offset for g in forward.groups}
-                step.inner.update({(o, r.row): r.prefix_len + r.extend_len for o in offsets for r in batch.requests})
+                ends = {(o, r.row): r.prefix_len + r.extend_len for o in offsets for r in batch.requests}
+                step.inner = {**step.inner, **ends}
         if not step.launches:
             # As nearly always: what the forward says of itself is not copied.
             step.statuses, step.launches = forward.groups_of_statuses, forward.launches
@@ -338,7 +357,7 @@ class Steps:
 
     def flush(self, *, all_ranks: bool) -> None:
         """Wait for everything that was launched, and report it now; see `CanaryManager.flush`."""
-        self._take(self._drain.poll(wait=True))
+        self.look(wait=True)
         self._accounts.take_verdicts(self.audits.poll(wait=True))
         self.unverified.tidy()
         if self._ranks is not None:
@@ -354,22 +373,37 @@ class Steps:
         return bool(self._found_aside)
 
     def _begin_step(self) -> StepRecord:
-        state = self.context.state
-        tidies = state.number % _TIDY_EVERY == 0 and self.unverified.any_marked
-        findings = self._drain.poll(wait=tidies)
-        self._waited = self._drain.is_empty
-        self._take(findings)
-        if not self.audits.is_idle:
-            self._accounts.take_verdicts(self.audits.poll())
+        tidies = self.context.state.number % _TIDY_EVERY == 0 and self.unverified.any_marked
+        self.look(wait=tidies)
         if tidies:
             self.unverified.tidy()
         if self._ranks is not None:
-            self._ranks.begin(state.number + 1)
+            self._ranks.begin(self.context.state.number + 1)
+        self._open = self._next_step()
+        return self._open
+
+    def look(self, *, wait: bool = False) -> None:
+        """Take in what the steps have found whose words have arrived; with `wait`, all of them.
+
+        Raises:
+            CanaryViolationError: in raise mode, if there is anything to report.
+        """
+        drain = self._drain
+        findings = drain.poll(wait=wait)
+        self.drained, self._waited = drain.drained, drain.is_empty
+        while self._kept and self._kept[0][0] <= self.drained:
+            self._kept.popleft()
+        self._take(findings)
+        if not self.audits.is_idle:
+            self._accounts.take_verdicts(self.audits.poll())
+
+    def _next_step(self) -> StepRecord:
+        """Count a step, and return its record."""
+        state = self.context.state
         state.number += 1
         if self._times and state.number % TIMED_EVERY == 0:
             self._time()
-        self._open = self._accounts.begin_step(state.number, stride=self.budget.stride)
-        return self._open
+        return self._accounts.begin_step(state.number, stride=self.budget.stride)
 
     def _time(self) -> None:
         """Take in the timings that are over, and let the launches of the step that begins be timed."""

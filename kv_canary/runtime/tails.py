@@ -20,19 +20,22 @@ _NOTHING = np.zeros(0, np.int64)
 
 
 class Progress:
-    """How far each row has come: its request's owner, the identity that its chain starts from, and its tokens in."""
+    """How far each row has come: its request's owner, the identity that its chain starts from, and its tokens in.
+
+    Attributes:
+        at: requests whose rows are at their prefixes, where that is not noted row by row yet.
+    """
 
     def __init__(self, max_rows: int) -> None:
         self._owners, self._identities, self._lengths = (np.zeros(max_rows, np.int64) for _ in range(3))
         self._row_of: dict[int, int] = {}
         # The number of a composition all of whose requests have their rows; 0: it is not known of any.
         self._whole = 0
-        # Requests whose rows are at their prefixes, which is not noted yet.
-        self._at: BatchRequests | None = None
+        self.at: BatchRequests | None = None
 
     def _settle(self) -> None:
         """Note how far the rows have come of which that is known."""
-        at, self._at = self._at, None
+        at, self.at = self.at, None
         if at is not None:
             self._lengths[at.rows] = at.prefix
 
@@ -68,8 +71,8 @@ class Progress:
 
     def one_behind(self, requests: BatchRequests) -> Int64s | None:
         """Return the lengths of the requests' rows where each is one token behind its prefix; None: not all are."""
-        if self._at is not None and requests.previous is self._at:
-            return self._at.prefix
+        if self.at is not None and requests.previous is self.at:
+            return self.at.prefix
         self._settle()
         rows, composition = requests.rows, requests.composition
         if composition.number != self._whole:
@@ -104,9 +107,9 @@ class Progress:
 
     def went_on(self, requests: BatchRequests) -> None:
         """Note that the rows of the requests, of which `one_behind` knew, are at their prefixes."""
-        if self._at is not requests.previous:
+        if self.at is not requests.previous:
             self._settle()
-        self._at = requests
+        self.at = requests
 
     def went_ahead(self, rows: Int64s | list[int], lengths: Int64s | list[int]) -> None:
         """Note that rows have come further than their requests' prefixes."""

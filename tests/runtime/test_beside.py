@@ -121,7 +121,8 @@ def test_whatever_becomes_of_the_forward_its_stream_waits_for_head(
         elif part == "model":
             patch.setattr(engine, "write", fails)
         else:
-            patch.setattr(engine.forward._decodes[2], part, fails)
+            for lap in engine.forward._decodes[2]._laps:
+                patch.setattr(lap, part, fails)
         if part == "model":
             with pytest.raises(RuntimeError, match="out of luck"):
                 engine.decode()
@@ -197,14 +198,14 @@ def test_launches_that_are_timed_come_one_behind_the_other(late: list[Late], mon
     spans: list[Launch] = []
     monkeypatch.setattr(SingleForwardManager, "_timed", lambda _, launch: (spans.append(launch), launch()))
     steps, runs = engine.manager._steps, late[0].runs
-    begin = steps._begin_step
+    begin = steps._next_step
 
     def timed() -> Any:
         step = begin()
         steps.timer = Timer()  # type: ignore[assignment]
         return step
 
-    monkeypatch.setattr(steps, "_begin_step", timed)
+    monkeypatch.setattr(steps, "_next_step", timed)
     engine.decode(2)
     assert (late[0].runs, len(spans)) == (runs, 4)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import weakref
 
 import pytest
 import torch
@@ -51,6 +52,31 @@ def test_a_violation_is_reported_when_the_next_step_begins_and_only_then() -> No
     assert len(seen) == len(engine.manager.reports) == 1
     assert engine.manager.summary().violations == 1
     assert engine.manager.summary().reasons == {"K": 1}
+
+
+def test_tensors_are_kept_until_a_step_that_begins_behind_is_drained() -> None:
+    engine = logging_engine([])
+    a = engine.add("a", 20)
+    engine.step((a, 4))
+    tensors = [torch.zeros(3)]
+    kept = weakref.ref(tensors[0])
+    engine.manager.keep(tensors)
+    del tensors
+    engine.step((a, 1))
+    # Its words are read when the next one begins.
+    assert kept() is not None
+    engine.step((a, 1))
+    assert kept() is None
+
+
+def test_tensors_are_not_kept_forever_where_no_step_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, streams = logging_engine([]), list[torch.Tensor]()
+    monkeypatch.setattr("kv_canary.runtime.steps.let_go", lambda *tensors: streams.extend(tensors))
+    tensors = [torch.zeros(3) for _ in range(300)]
+    for tensor in tensors:
+        engine.manager.keep([tensor])
+    assert 0 < len(streams) < len(tensors)
+    assert all(one is other for one, other in zip(streams, tensors, strict=False))
 
 
 @pytest.mark.parametrize("capacity", [2, 3, 5, 7, 8, 16, 1024])

@@ -81,6 +81,19 @@ def test_steps_that_follow_each_other_do_not_keep_all_before_them() -> None:
     assert last.prefix.tolist() == [24]
 
 
+def test_steps_that_are_remembered_keep_no_arrays_and_tell_their_lengths_all_the_same() -> None:
+    first = decode(composed(1, 2), 4, 9)
+    steps, kept = [first], []
+    for n in range(20):
+        steps.append(steps[-1].following(np.array([n, n])))
+        kept += [weakref.ref(steps[-1].prefix), weakref.ref(steps[-1].newest_of_all)]
+    gc.collect()
+    assert sum(ref() is not None for ref in kept) <= 5
+    for n, step in enumerate(steps):
+        assert same(step, decode(first.composition, 4 + n, 9 + n))
+        assert [(r.prefix_len, r.extend_len) for r in step] == [(4 + n, 1), (9 + n, 1)]
+
+
 def test_what_follows_is_in_the_same_rows_of_the_tables() -> None:
     composition, at, places = composed(3, 5), np.array([7, 20]), np.array([1, 0])
     first = BatchRequests(composition, prefix=at, extend=np.ones_like(at), newest=at, table_rows=places)

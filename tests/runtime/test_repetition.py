@@ -504,7 +504,8 @@ def test_a_failure_inside_a_repeated_prefill_goes_by_unwatched_and_no_further(
             patch.setattr(engine.manager._steps, "_end_step", fails)
         else:
             for repetition in engine.forward._forwards.values():
-                patch.setattr(repetition, part, fails)
+                for lap in repetition._laps:
+                    patch.setattr(lap, part, fails)
         engine.prefill({1: 1, 2: 1, 3: 9})
     assert engine.prefilled == 1
     expect_watched_behind_a_failure(engine)
@@ -684,7 +685,8 @@ def test_a_failure_inside_a_repetition_goes_by_unwatched_and_no_further(
         elif part == "end":
             patch.setattr(engine.manager._steps, "_end_step", fails)
         else:
-            patch.setattr(forward._decodes[2], part, fails)
+            for lap in forward._decodes[2]._laps:
+                patch.setattr(lap, part, fails)
         engine.decode()
     assert engine.repeated == 1
     expect_watched_behind_a_failure(engine)

@@ -24,6 +24,7 @@ class Ended:
         frees: called with a request whose slots are given back from here on, and with None once they are.
         following: gives the context, by what is done, of a part of the canary that may fail where the engine must not.
         completes: whether what ended requests rested on is to be taken.
+        keeps: called with tensors that were made on the scheduler's stream, before launches on the forwards' read them.
     """
 
     def __init__(
@@ -36,8 +37,9 @@ class Ended:
         frees: Callable[[Any], None] = lambda req: None,
         following: Callable[[str], AbstractContextManager[Any]],
         completes: bool,
+        keeps: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None,
     ) -> None:
-        self._completes = completes
+        self._completes, self._keeps = completes, keeps
         self._groups, self._row_ended, self._frees, self._following = groups, row_ended, frees, following
         self._ended: list[tuple[str, Mapping[str, torch.Tensor]]] = []
         patches.wrap(tree_cache, "claim_kv_row", self._claim)
@@ -53,11 +55,7 @@ class Ended:
         To be called on the stream of the forwards, before what was freed is retired. Does not wait for the device.
         """
         ended, self._ended = self._ended, []
-        for _, slots in ended:
-            for its in slots.values():
-                if its.is_cuda:
-                    # It was made on the scheduler's stream.
-                    its.record_stream(torch.cuda.current_stream(its.device))
+        self._keeps([its for _, slots in ended for its in slots.values()])
         return ended
 
     def forget(self) -> None:

@@ -34,6 +34,7 @@ class Lifetime:
         cleared: called when the engine has emptied the allocator, and with it the cache: no record means anything now.
         unverify: called with a pool and int64 slots whose content nobody can say.
         arrived: called with a pool, int64 slots whose bytes and records are back, and the seals that they had.
+        keeps: called with tensors that were made on the scheduler's stream, before launches on the forwards' read them.
         following: gives the context, by what is done, of a part of the canary that may fail where the engine must not;
             where it did, no slot's record may be relied on.
 
@@ -51,9 +52,11 @@ class Lifetime:
         cleared: Callable[[], None],
         unverify: Callable[[KvPool, torch.Tensor], None] = lambda pool, slots: None,
         arrived: Callable[[KvPool, torch.Tensor, torch.Tensor | None], None] = lambda pool, slots, seals: None,
+        keeps: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None,
         following: Callable[[str], AbstractContextManager[Any]] = lambda part: nullcontext(),
     ) -> None:
         self._cleared, self._unverify, self._arrived, self._following = cleared, unverify, arrived, following
+        self._keeps = keeps
         # By allocator: whose slots were freed.
         self._freed: dict[int, list[tuple[int, torch.Tensor]]] = {}
         self.freer = 0
@@ -106,10 +109,7 @@ class Lifetime:
             by_owner = dict([told[0]]) if len(told) == 1 else _by_owner(told)
             for owner, slots in by_owner.items():
                 result += [(pool, slots, owner) for pool in self._pools[half]]
-            for _, part in told:
-                if part.is_cuda:
-                    # It was made on the scheduler's stream.
-                    part.record_stream(torch.cuda.current_stream(part.device))
+            self._keeps([part for _, part in told])
         return result
 
     def forget(self) -> None:

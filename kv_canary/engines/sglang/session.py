@@ -191,6 +191,7 @@ class Session:
                 cleared=self._cleared,
                 unverify=lambda pool, slots: self.manager.unverify(pool, slots),
                 arrived=lambda pool, slots, seals: self.manager.arrived(pool, slots, seals),
+                keeps=lambda tensors: self.manager.keep(tensors),
                 following=self._following,
             )
             if not self._lifetime.tracks:
@@ -228,6 +229,7 @@ class Session:
                 patches=self._patches,
                 row_ended=self._row_ended,
                 frees=self._frees,
+                keeps=self.manager.keep,
                 following=self._contain,
                 # What a decode server frees may be filled by a transfer before the step that would look there.
                 completes=self.manager.completes and scheduler.server_args.disaggregation_mode != "decode",
@@ -271,13 +273,12 @@ class Session:
             self.manager.close()
             raise
         # Parts of every forward, which allocate nothing, so that they may be entered again.
-        self._notes, self._repeats, self._describes, self._reads, self._retires = (
+        self._notes, self._repeats, self._ends, self._retires = (
             self._contain(part, allocates=False)
             for part in (
                 "noting the requests of a batch",
                 "following a forward",
-                "describing a forward",
-                "reading what the model was given",
+                "ending a forward",
                 "following what was freed",
             )
         )
@@ -501,13 +502,14 @@ class Session:
 
     def _composed(self, forward_batch: Any) -> BatchRequests | None:
         """Return the requests of a forward in arrays; None: they have to be described one by one."""
-        with self._describes:
-            try:
-                return self._composer.requests(forward_batch, lookahead=self._lookahead)
-            except batches.UnknownKindError:
-                # Of none of its requests, or of some: that is told where they are described.
-                return None
-        return None
+        try:
+            return self._composer.requests(forward_batch, lookahead=self._lookahead)
+        except batches.UnknownKindError:
+            # Of none of its requests, or of some: that is told where they are described.
+            return None
+        except Exception as error:
+            self.manager.guard.take("describing a forward", error)
+            return None
 
     def _repeat(self, runner: Any, forward_batch: Any, requests: BatchRequests) -> SingleForwardManager | None:
         """Begin a forward that is like one before but for its numbers, and run HEAD; None: it is not known to be."""
@@ -545,16 +547,16 @@ class Session:
 
     def _after(self, watched: SingleForwardManager, runner: Any, forward_batch: Any, result: Any) -> None:
         self._pending = True
-        try:
-            watched.tail(given=self._given(watched, runner, forward_batch, result))
-            watched.end()
-        except BaseException:
-            watched.abort()
-            raise
+        with self._ends:
+            try:
+                watched.finish(given=self._given(watched, runner, forward_batch, result))
+            except BaseException:
+                watched.abort()
+                raise
 
     def _given(self, watched: SingleForwardManager, runner: Any, forward_batch: Any, result: Any) -> ModelInputs | None:
         """Return what the model has read, in place where a graph of the decode's has; None: as it was described."""
-        with self._reads:
+        try:
             given = self._graphs.inputs_of(
                 runner,
                 result,
@@ -564,8 +566,10 @@ class Session:
             )
             if given is None and watched.repeats:
                 given = self._inputs(runner, forward_batch, forward_batch.batch_size)
-            return given
-        return None
+        except Exception as error:
+            self.manager.guard.take("reading what the model was given", error)
+            return None
+        return given
 
     def _inputs(self, runner: Any, forward_batch: Any, tokens: int) -> ModelInputs:
         """Return what a forward batch gives the model of so many tokens, which are all but padding."""
