@@ -211,7 +211,7 @@ def _slots(a: Mapping[str, Any], *slots: torch.Tensor) -> Features:
     if any(bool(((s < 0) | (s >= num_slots)).any()) for s in slots):
         yield "hostile:value"
     yield from _tile("slots", len(slots[0]), of=("move", "slots"))
-    yield from _owners(torch.tensor([a["owner"]]))
+    yield from _owners(torch.as_tensor(a["owner"]).view(-1))
     yield from _step(a["step"])
     yield from _tables(*a["records"])
     if len(a["records"]) > 1:

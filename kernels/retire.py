@@ -15,10 +15,10 @@ BLOCK_SLOTS = 128
 TILES = {"slots": BLOCK_SLOTS}
 
 
-@triton.jit(do_not_specialize=["n", "owner"])
-def _retire(slots_ptr, n, owner, step_ptr, records, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["n"])
+def _retire(slots_ptr, n, owner_ptr, step_ptr, records, BLOCK: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
-    retired = as_i64(writer_word(tl.load(step_ptr), tl.cast(owner, tl.int64)) | 0x8000000000000000)
+    retired = as_i64(writer_word(tl.load(step_ptr), tl.load(owner_ptr)) | 0x8000000000000000)
     for first in range(pid * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
         i = first + tl.arange(0, BLOCK)
         # i < n
@@ -30,7 +30,7 @@ def _retire(slots_ptr, n, owner, step_ptr, records, BLOCK: tl.constexpr):
         tl.store(record_address(records, slot) + 3, retired, mask=readable & written)
 
 
-def retire(*, slots: torch.Tensor, owner: int, step: torch.Tensor, records: tuple[torch.Tensor, ...]) -> None:
+def retire(*, slots: torch.Tensor, owner: torch.Tensor, step: torch.Tensor, records: tuple[torch.Tensor, ...]) -> None:
     """Mark the records of freed slots; see specs/retire.py."""
     n = slots.shape[0]
     if n == 0:

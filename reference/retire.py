@@ -7,7 +7,7 @@ import torch
 from kv_canary.reference.hashing import writer
 
 
-def retire(*, slots: torch.Tensor, owner: int, step: torch.Tensor, records: tuple[torch.Tensor, ...]) -> None:
+def retire(*, slots: torch.Tensor, owner: torch.Tensor, step: torch.Tensor, records: tuple[torch.Tensor, ...]) -> None:
     """Mark the records of freed slots; see specs/retire.py."""
     for buffer in records:
         freed = slots[(slots > 0) & (slots < len(buffer))]

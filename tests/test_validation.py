@@ -115,7 +115,7 @@ def call_of(op: str) -> dict[str, Any]:
             "records": (records(), records()),
             "staged": torch.zeros(2, 4, dtype=torch.int64),
         },
-        "retire": {"slots": ints(1, 2), "owner": 5, "step": one, "records": (records(), records())},
+        "retire": {"slots": ints(1, 2), "owner": ints(5), "step": one, "records": (records(), records())},
         "scatter_token_ids": {**flat, "pool": torch.zeros(3, 4, dtype=torch.int32), "status": status},
         "chain_tails": {
             **flat,
@@ -545,8 +545,8 @@ def test_another_structure_is_a_type_error(op: str, argument: str, name: str) ->
         ("write", "track_lifetime", "yes"),
         ("move", "owner", True),
         ("move", "owner", 1.0),
-        ("retire", "owner", None),
-        ("retire", "owner", ints(1)),
+        ("move", "owner", None),
+        ("move", "owner", ints(1)),
     ],
 )
 def test_a_scalar_of_a_wrong_type_is_a_type_error(op: str, argument: str, value: Any) -> None:
@@ -565,7 +565,7 @@ def test_a_scalar_of_a_wrong_type_is_a_type_error(op: str, argument: str, value:
         ("verify_prefixes", "token_offset", 1 << 63),
         ("verify_resolved", "token_offset", -(1 << 63) - 1),
         ("move", "owner", 1 << 63),
-        ("retire", "owner", -(1 << 63) - 1),
+        ("move", "owner", -(1 << 63) - 1),
     ],
 )
 def test_a_scalar_out_of_range_is_refused(op: str, argument: str, value: int) -> None:
@@ -692,7 +692,7 @@ def retire(backend: Any = None) -> torch.Tensor:
     """Retire a slot and return its record."""
     buffer = records()
     buffer[2] = 5
-    kc.ops.retire(slots=ints(2), owner=1, step=ints(0), records=(buffer,), backend=backend)
+    kc.ops.retire(slots=ints(2), owner=ints(1), step=ints(0), records=(buffer,), backend=backend)
     return buffer[2]
 
 
@@ -857,7 +857,7 @@ import kv_canary
 kv_canary.ops.retire, kv_canary.Endpoint, dir(kv_canary.ops)
 buffer = torch.zeros(3, 4, dtype=torch.int64)
 one = torch.ones(1, dtype=torch.int64)
-kv_canary.ops.retire(slots=one, owner=1, step=one, records=(buffer,))
+kv_canary.ops.retire(slots=one, owner=one, step=one, records=(buffer,))
 heavy = ("triton", "transformers", "sglang", "vllm", "hypothesis", "pytest", "kv_canary.kernels", "kv_canary.difftest")
 print(sorted(m for m in set(sys.modules) - before if m in heavy or m.startswith(tuple(h + "." for h in heavy))))
 """

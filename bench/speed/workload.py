@@ -247,7 +247,8 @@ def _chain_tails(state: State) -> Work:
 
 def _retire(state: State) -> Work:
     slots = state.history.slots
-    call = _call(state, "retire", slots=slots, owner=OWNERS, step=state.step, records=(state.records,))
+    owner = torch.tensor([OWNERS], device=state.device)
+    call = _call(state, "retire", slots=slots, owner=owner, step=state.step, records=(state.records,))
     # A record is read, and one of its words written.
     count = len(slots)
     traffic = _stream(8 * count) + Traffic(necessary=(RECORD + 8) * count, sectors=2 * count)

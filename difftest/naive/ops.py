@@ -185,12 +185,12 @@ def move(
                 store_record(buffer, slot, [identity, chain, kv, writer_of(int(step), owner)] if carried else NO_RECORD)
 
 
-def retire(*, slots: torch.Tensor, owner: int, step: torch.Tensor, records: tuple[torch.Tensor, ...]) -> None:
+def retire(*, slots: torch.Tensor, owner: torch.Tensor, step: torch.Tensor, records: tuple[torch.Tensor, ...]) -> None:
     """Mark the records of freed slots, so that a later read of them is seen."""
     for buffer in records:
         for slot in slots.tolist():
             if 0 < slot < buffer.shape[0] and any(record := read_record(buffer, slot)):
-                store_record(buffer, slot, [*record[:3], RETIRED | writer_of(int(step), owner)])
+                store_record(buffer, slot, [*record[:3], RETIRED | writer_of(int(step), int(owner))])
 
 
 def scatter_token_ids(

@@ -220,7 +220,7 @@ def move_call(group: Group, *, src: Sequence[int], dst: Sequence[int], owner: in
 
 def retire_call(group: Group, *, slots: Sequence[int], owner: int, step: int) -> Call:
     """Return the call that retires the records of freed `slots` of `group`."""
-    given = {"slots": int64(slots), "owner": owner, "step": int64([step])}
+    given = {"slots": int64(slots), "owner": int64([owner]), "step": int64([step])}
     return Call(op="retire", make=lambda memory: {**given, "records": _records(memory, group).records})
 
 

@@ -176,10 +176,14 @@ def engine_cases(draw: Any, op: str) -> dict[str, Any]:
         # Nothing was copied or freed: take the first slots, whatever they hold.
         group = engine.groups[0]
         slots = torch.arange(min(group.config.num_slots, 8))
-        named = {"slots": slots} if op == "retire" else {"src": slots, "dst": slots.flip(0)}
+        named = (
+            {"slots": slots, "owner": torch.tensor([3])}
+            if op == "retire"
+            else {"src": slots, "dst": slots.flip(0), "owner": 3}
+        )
         step = torch.tensor([engine.step_number])
         records = memory.groups[group.name].records
-        found.append((op, snapshot(op, get_spec(op).bind({**named, "owner": 3, "step": step, "records": records}))))
+        found.append((op, snapshot(op, get_spec(op).bind({**named, "step": step, "records": records}))))
     while not found:
         # A faulty step may have left the call out, since its outcome would be undefined; the next does not.
         found += recorded(perform(engine, Action(kind="idle", more=1)), memory, only=op)

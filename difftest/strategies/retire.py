@@ -39,7 +39,7 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
     others = [strided_rows(draw, records.flip(0), multiple=4)] if draw(st.booleans()) else []
     return {
         "slots": int64(slots),
-        "owner": draw(owner_numbers),
+        "owner": int64([draw(owner_numbers)]),
         "step": int64([draw(steps)]),
         "records": (records, *others),
     }

@@ -1102,11 +1102,17 @@ class SingleForwardManager:
         rows, prefix, number = requests.rows, requests.prefix, requests.composition.number
         if not len(rows):
             return
-        if number == self._checked and requests.pending is None and np.minimum.reduce(prefix) >= 0:
+        if requests.pending is None and np.minimum.reduce(prefix) >= 0:
             extend = requests.extend
             if extend is self._checked_extend or np.minimum.reduce(extend) >= 0:
                 self._checked_extend = extend
-                return
+                if number == self._checked:
+                    return
+                # Of so few, a list is looked through sooner than an array.
+                found = rows.tolist()
+                if len(set(found)) == len(found) and 0 < min(found) and max(found) < self.context.limits.max_rows:
+                    self._checked = number
+                    return
         wrong = (prefix < 0) | (requests.extend < 0)
         if number != self._checked:
             if not _are_different(rows):

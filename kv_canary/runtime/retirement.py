@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from kv_canary import ops
-from kv_canary.constants import OWNER_MASK
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.host import aligned
 from kv_canary.runtime.pools import KvPool
@@ -28,37 +27,41 @@ class Retirement:
         self._slots, self._padding = (
             torch.zeros(MOST_REPLAYED, dtype=torch.int64, device=context.device) for _ in range(2)
         )
+        # Who has freed those of a launch; and as it is on the host.
+        self._owner, self._owner_there = torch.zeros(1, dtype=torch.int64, device=context.device), 0
         self._rooms = {room: self._slots[:room] for room in rounded(MOST_REPLAYED)}
 
     def retire(self, pool: KvPool, slots: torch.Tensor, *, owner: int) -> None:
         """Mark the records of int64 `slots` of `pool`, which lie on the canary's device, as freed by `owner`."""
         count = len(slots)
-        if owner or count > MOST_REPLAYED or not self._replays.rounds_up:
-            self._launch(pool, aligned(slots), owner)
+        if owner != self._owner_there:
+            self._owner.fill_(owner)
+            self._owner_there = owner
+        if count > MOST_REPLAYED or not self._replays.rounds_up:
+            self._launch(pool, aligned(slots))
             return
         room = round_up(count, MOST_REPLAYED)
         padded = self._rooms[room]
         torch.cat((slots, self._padding[: room - count]), out=padded)
         # The step is brought there before, outside of any graph.
         step = self._context.state.step
-        self._replays.run((pool, room, step.data_ptr()), lambda: self._launch(pool, padded, 0))
+        self._replays.run((pool, room, step.data_ptr()), lambda: self._launch(pool, padded))
 
     def warm_up(self) -> None:
         """Retire nothing, by every launch that may be made for some slots, so that all kernels are compiled."""
         nowhere = torch.zeros(MOST_REPLAYED + 1, dtype=torch.int64, device=self._context.device)
         for pool in self._context.pools:
             for count in [*rounded(MOST_REPLAYED), MOST_REPLAYED + 1]:
-                self._launch(pool, nowhere[:count], 0)
+                self._launch(pool, nowhere[:count])
 
     def forget_graphs(self) -> None:
         """Destroy the graphs that launches are replayed from."""
         self._replays.forget()
 
-    def _launch(self, pool: KvPool, slots: torch.Tensor, owner: int) -> None:
+    def _launch(self, pool: KvPool, slots: torch.Tensor) -> None:
         ops.retire(
             slots=slots,
-            # The bits that a record holds; a larger number would be another kind of argument to the kernel.
-            owner=owner & OWNER_MASK,
+            owner=self._owner,
             step=self._context.state.step,
             records=pool.buffers,
             backend=self._context.backend,

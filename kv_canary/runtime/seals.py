@@ -34,6 +34,8 @@ MOST_LISTS, LIST_COUNTS = 64, SEAL_COUNTS - 1
 _MOST_LISTED, _LONGEST_LISTED = 1 << 17, 8
 # Pieces of a scrub that are remembered, and damaged slots.
 _MOST_PIECES, _MOST_DAMAGED = 4096, 4096
+# Pieces of a scrub from one that is timed to the next: the events take the host's time.
+_TIMED_EVERY = 16
 # As many slots as there are.
 _ALL = (1 << 63) - 1
 
@@ -266,6 +268,8 @@ class Scrub:
         self._replays, self._mailbox = context.new_replays(), Mailbox(context.device, words=4)
         self._bandwidth = _UNKNOWN_BANDWIDTH if self._on_gpu else _SLOW_BANDWIDTH
         self._timing: tuple[DeviceTimer, int] | None = None
+        # Pieces since the last one that was timed.
+        self._untimed = _TIMED_EVERY
         self._rounds, self._began, self._last_began = 0, time.monotonic(), 0.0
         self._last_piece = time.monotonic()
         # The last ones, oldest first; and by slot and WRITER what is known of those that were found damaged.
@@ -334,9 +338,9 @@ class Scrub:
         context, (group, pool) = self._context, self._turns[self._turn]
         each = max(1, pool.kv_bytes // pool.num_slots)
         count = max(1, min(most_bytes // each, pool.num_slots - self._cursor))
-        timer = (
-            DeviceTimer(context.device) if timed and self._timing is None and context.device.type == "cuda" else None
-        )
+        self._untimed += 1
+        times = timed and self._on_gpu and self._timing is None and self._untimed >= _TIMED_EVERY
+        timer = DeviceTimer(context.device) if times else None
 
         span, step = self._mailbox.post((self._cursor, count), (context.step,))
 
@@ -348,7 +352,7 @@ class Scrub:
         with contextlib.nullcontext() if timer is None else timer.span():
             self._replays.run(self._turn, launch)
         if timer is not None:
-            self._timing = timer, count * each
+            self._timing, self._untimed = (timer, count * each), 0
         elif timed and not self._on_gpu:
             self._timed(count * each, time.monotonic() - began)
         self._pieces.append(_Piece(pool, self._cursor, self._cursor + count, context.step))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kv_canary.specs.arguments import RECORD_BUFFERS, STEP
-from kv_canary.specs.interface import SLOT, KernelSpec, ScalarSpec, TensorSpec
+from kv_canary.specs.interface import SLOT, KernelSpec, TensorSpec
 
 SPEC = KernelSpec(
     name="retire",
@@ -16,7 +16,7 @@ SPEC = KernelSpec(
     """,
     arguments={
         "slots": TensorSpec(dtype=torch.int64, shape=("n",), index_of=SLOT, doc="slots freed"),
-        "owner": ScalarSpec(type=int, doc="serial number of who freed them"),
+        "owner": TensorSpec(dtype=torch.int64, shape=(1,), doc="serial number of who freed them"),
         "step": STEP,
         "records": RECORD_BUFFERS,
     },

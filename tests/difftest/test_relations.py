@@ -595,7 +595,7 @@ def test_retired_slots_are_freed_where_lifetime_is_tracked(
     before = engine.records()
     kc.ops.retire(
         slots=engine.int64(sorted(retired)),
-        owner=3,
+        owner=engine.int64([3]),
         step=engine.int64([4]),
         records=(engine.endpoint.records,),
         backend=backend,
@@ -620,7 +620,7 @@ def test_a_slot_may_be_reused_once_it_is_retired(
     retired = set(data.draw(st.lists(st.sampled_from(slots)), label="retired"))
     kc.ops.retire(
         slots=engine.int64(sorted(retired)),
-        owner=0,
+        owner=engine.int64([0]),
         step=engine.int64([4]),
         records=(engine.endpoint.records,),
         backend=backend,

@@ -172,13 +172,14 @@ class Session:
         # Whether something of what was sampled could not be taken in, by a thread of the engine's.
         self._has_missed = False
         # Parts of every step. What is made in them is only read; what keeps tensors is a part of its own inside.
-        self._samples, self._takes, self._begins, self._follows = (
+        self._samples, self._takes, self._begins, self._follows, self._ends = (
             self.manager.guard.contain(part, allocates=False)
             for part in (
                 "taking in what was sampled",
                 "taking in what was sampled",
                 "following the scheduler's step",
                 "following a forward",
+                "ending a forward",
             )
         )
         # Whether the scheduler has told what only it knows, and whether it must: where KV comes from outside.
@@ -408,15 +409,15 @@ class Session:
             return
         self._pending = True
         arrivals, self._arriving = self._arriving, []
-        try:
-            if arrivals:
-                with self._contain("taking in what a connector has brought"):
-                    self._adopt(arrivals)
-            watched.tail(given=self._given)
-            watched.end()
-        except BaseException:
-            watched.abort()
-            raise
+        with self._ends:
+            try:
+                if arrivals:
+                    with self._contain("taking in what a connector has brought"):
+                        self._adopt(arrivals)
+                watched.finish(given=self._given)
+            except BaseException:
+                watched.abort()
+                raise
 
     def _follow_draft(self) -> None:
         """Verify and record what a draft model has read and written behind the target's forward.
@@ -771,7 +772,7 @@ class Session:
         if decode is None or self.requests.compose(decode[0]) is not steady:
             return None
         ends = last.ends
-        # Bytes cost a tenth of a reduction, where nothing of it is in the processor's caches.
+        # Bytes cost half of a reduction, where nothing of it is in the processor's caches.
         if decode[1].astype(np.int64).tobytes() != ends.tobytes():
             return None
         goes_on = last.num_tokens == len(ends) and last.pending is None
