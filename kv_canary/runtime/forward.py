@@ -1110,7 +1110,7 @@ class SingleForwardManager:
                     return
                 # Of so few, a list is looked through sooner than an array.
                 found = rows.tolist()
-                if len(set(found)) == len(found) and 0 < min(found) and max(found) < self.context.limits.max_rows:
+                if len(set(found)) == len(found) and min(found) > 0 and max(found) < self.context.limits.max_rows:
                     self._checked = number
                     return
         wrong = (prefix < 0) | (requests.extend < 0)
