@@ -121,12 +121,12 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
     elif op == "open_step":
         # Most requests that one look takes, and one more; more than several take.
         for count in (512, 513, 2 * _REQUESTS_AT_ONCE + 52):
-            yield _opened(_prefixes(op, count), lens=[1] * 5)
+            yield _opened(_prefixes("plan", count), lens=[1] * 5)
         for window, step in ((0, -7), (90, 4)):
-            yield _opened(_strided(op, window=window, step=step), lens=[2, 1, 0])
+            yield _opened(_strided("plan", window=window, step=step), lens=[2, 1, 0])
         # Most tokens that few lanes take, one more, and more than many take at a time.
         for length in (1023, 1024, 1025, 10_000):
-            yield _opened(_beyond(op), lens=[length, 1])
+            yield _opened(_beyond("plan"), lens=[length, 1])
 
 
 def _write(requests: list[tuple[int, int]], *, num_bytes: int, read_bytes: int | None = None) -> dict[str, Any]:
@@ -359,7 +359,7 @@ def _unmixed(mixed: int) -> int:
 
 
 def _prefixes(op: str, count: int) -> dict[str, Any]:
-    """Return a call of plan, verify_prefixes or a batch of open_step for so many requests of up to 2 cached tokens; some rows are none."""
+    """Return a call of plan or verify_prefixes for so many requests of up to 2 cached tokens; some rows are none."""
     rng, num_slots = np.random.default_rng(count), 64
     rows = rng.permutation(count) + 1
     rows[::97], rows[5::211] = 0, count + 1

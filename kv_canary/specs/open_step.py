@@ -25,10 +25,10 @@ SPEC = KernelSpec(
     name="open_step",
     doc="""Copy the numbers of a step, advance each row's chain over the request's own tokens, and lay the batch out.
 
-    The first is plain, the second is what `chain_tails` does with rows `advance_rows`. The third finds the entries
-    that `verify_prefixes` is to check, less their slots: request r has those of [entry_offsets[r], entry_offsets[r + 1]),
-    whatever there is room for; a request out of range has none, nor has padding. All inputs may lie in `words`, in
-    memory of the host's too: nothing is read from `copy`.
+    `copy` gets what `words` holds; the second is what `chain_tails` does with rows `advance_rows`. The third finds how
+    many cached positions `verify_prefixes` is to check: those of request r are the entries [entry_offsets[r],
+    entry_offsets[r + 1]), whatever there is room for; a request out of range has none, nor has padding. All inputs may
+    lie in `words`, also in memory of the host's: nothing is read from `copy`.
     """,
     arguments={
         "words": TensorSpec(dtype=torch.int64, shape=("num_words",), doc="numbers of the step"),

@@ -37,7 +37,12 @@ def entry_counts(arguments: Mapping[str, Any]) -> Iterator[int]:
     places = rows if table_rows is None else table_rows
     lens = arguments["prefix_lens"], arguments["extend_lens"]
     most, ones = longest_prefix(table.shape[1], arguments["page_size"]), [1] * len(rows)
-    columns = (rows.tolist(), places.tolist(), *(x.tolist() for x in lens), ones if strides is None else strides.tolist())
+    columns = (
+        rows.tolist(),
+        places.tolist(),
+        *(x.tolist() for x in lens),
+        ones if strides is None else strides.tolist(),
+    )
     for row, place, prefix, extend, stride in zip(*columns, strict=True):
         is_live = 0 < row < 1 << 31 and 0 <= place < len(table) and 0 <= prefix <= most and 0 <= extend < 1 << 31
         positions = range(max(prefix - window, 0) if window else 0, prefix if is_live else 0)
