@@ -204,8 +204,8 @@ def lay_out(
 ):
     """Find where each request's entries begin, and return how many there are.
 
-    Several programs may do it at once, for what they find is the same. Where all requests are taken at a time, no read
-    waits for another one: they may lie in memory of the host's.
+    Several programs may do it at once, for what they find is the same. What of a request is read is known before any of
+    it is: it may lie in memory of the host's.
     """
     entries = tl.zeros([1], dtype=tl.int64)
     longest = tl.full([1], 1, tl.int64)

@@ -54,6 +54,8 @@ def advance_chain(
     guess = begin - begin
     if FAR:
         guess = tl.load(flat_ptr + r, mask=r < total, other=0)
+        # Not moved behind what asks for the row: they would come later then.
+        tl.debug_barrier()
     if (row > 0) & (row < num_rows) & (start >= 0):
         # 0 < row < num_rows
         tail = tl.load(tails_ptr + row)

@@ -16,7 +16,7 @@ from kv_canary.kernels.reporting import store_status
 
 # Lanes of a program where no segment may have more tokens than these take at a time; more of them else. Few numbers, as
 # each is a kernel to compile.
-LEAST_LANES = 128
+LEAST_LANES = 256
 # Requests that are laid out at a time: in memory of the host's, a second look takes as long as all else.
 BLOCK_REQUESTS = 512
 # Elements that are taken at a time, by what they are.

@@ -125,7 +125,7 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
         for window, step in ((0, -7), (90, 4)):
             yield _opened(_strided("plan", window=window, step=step), lens=[2, 1, 0])
         # Most tokens that few lanes take, one more, and more than many take at a time.
-        for length in (1023, 1024, 1025, 10_000):
+        for length in (2047, 2048, 2049, 10_000):
             yield _opened(_beyond("plan"), lens=[length, 1])
 
 

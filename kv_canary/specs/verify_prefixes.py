@@ -37,7 +37,7 @@ def _has_one_outcome(arguments: Mapping[str, Any]) -> bool:
     strides = arguments["strides"]
     longest = 1 if strides is None else max([1, *strides.tolist()])
     offsets = list(itertools.accumulate(entry_counts(arguments), initial=0))
-    return arguments["laid_out"].tolist() == offsets and arguments["laid_out_stride"].tolist() == [longest]
+    return [*arguments["laid_out"].tolist(), int(arguments["laid_out_stride"])] == [*offsets, longest]
 
 
 SPEC = KernelSpec(
