@@ -42,4 +42,4 @@ def test_a_soak_of_varied_sizes_compiles_nothing_after_the_warm_up(kind: str) ->
     assert result["failures"] == {}
     assert result["forwards"] == 60
     assert [x["name"] for x in result["after"]] == [], result["after"]
-    assert len(result["warm_up"]) <= MOST_KERNELS.get(kind, 50), Counter(result["warm_up"])
+    assert len(result["warm_up"]) <= MOST_KERNELS.get(kind, 54), Counter(result["warm_up"])
