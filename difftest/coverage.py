@@ -41,9 +41,11 @@ class Feature:
 def _features() -> dict[str, Feature]:
     # Ops that read tables, that check records, and that know the tokens to expect.
     planning, checking = "plan verify_prefixes", "verify verify_prefixes verify_resolved"
-    expecting = f"{planning} verify_resolved"
-    batch, launch = f"{planning} write", f"{checking} write"
-    rows = f"{expecting} write chain_tails scatter_token_ids"
+    expecting, described = f"{planning} verify_resolved", f"{planning} open_step"
+    batch, launch = f"{described} write", f"{checking} write"
+    chaining = "chain_tails open_step"
+    segments = f"{chaining} scatter_token_ids"
+    rows = f"{expecting} write {segments}"
     slots, sealing = "move retire", "seal verify_seals"
     holding, logging = f"{launch} {sealing}", f"{launch} verify_seals"
     table = [
@@ -56,24 +58,24 @@ def _features() -> dict[str, Feature]:
         ("requests:several", rows, "more"),
         ("padding:rows", rows, "rows of padding"),
         ("hostile:value", f"{rows} {slots} {checking} {sealing}", "a value that no healthy table holds"),
-        ("attention:full", planning, "neither window nor LUT"),
-        ("attention:window", planning, "a window, planned for what the step reads"),
+        ("attention:full", described, "neither window nor LUT"),
+        ("attention:window", described, "a window, planned for what the step reads"),
         ("attention:ring", "plan", "a window, planned for what is resident after the step"),
         ("attention:lut", planning, "slots are behind a LUT"),
-        ("table:pages", planning, "tables hold pages of a power of two of slots"),
-        ("table:odd", planning, "of another number"),
-        ("table:rows", planning, "requests have other rows in the tables than in the canary"),
+        ("table:pages", described, "tables hold pages of a power of two of slots"),
+        ("table:odd", described, "of another number"),
+        ("table:rows", described, "requests have other rows in the tables than in the canary"),
         ("residency:evicted", planning, "the LUT maps a slot to 0"),
         ("capacity:truncated", planning, "more entries than there is room for"),
-        ("strides:some", planning, "a request's positions are verified in turns"),
+        ("strides:some", described, "a request's positions are verified in turns"),
         ("tokens:expected", f"{planning} {checking}", "entries know their tokens"),
-        ("tokens:kept", "chain_tails", "the requests' tokens are put into the token pool"),
+        ("tokens:kept", chaining, "the requests' tokens are put into the token pool"),
         ("tokens:shifted", expecting, "a position's token stands elsewhere in its row"),
         ("tokens:oracle", "write", "the input ids to expect are known"),
         ("positions:unchecked", "write", "positions are not checked"),
         ("sharing:prefix", f"{planning} {checking}", "two rows name one slot"),
-        ("segment:empty", "write chain_tails scatter_token_ids", "a live request without tokens"),
-        ("starts:later", "chain_tails scatter_token_ids", "a row is continued"),
+        ("segment:empty", f"write {segments}", "a live request without tokens"),
+        ("starts:later", segments, "a row is continued"),
         ("slot:unmapped", checking, "a live position has the padding slot"),
         ("slot:trash", "write", "a live token goes to the padding slot"),
         ("slot:twice", "write", "two tokens have one slot"),
@@ -100,23 +102,23 @@ def _features() -> dict[str, Feature]:
         ("ring:full", logging, "the log has no room left"),
         ("ring:room", logging, "it has"),
         ("lifetime:tracked", launch, "use after free is looked for"),
-        ("anchors:given", f"{checking} chain_tails", "requests have identities"),
+        ("anchors:given", f"{checking} {chaining}", "requests have identities"),
         ("record:zero", f"{launch} {slots} {sealing}", "a slot that was never written"),
         ("record:retired", f"{launch} {slots} {sealing}", "a slot that was freed"),
         ("record:rewritten", "write", "a slot that holds a live record is written"),
         ("move:overlapping", "move", "a slot is moved from and to"),
         ("retire:twice", "retire", "a slot is named twice"),
         ("buffers:two", slots, "two buffers of records"),
-        ("step:wrapped", f"{planning} {logging} {slots} seal", "more than 39 bits"),
-        ("owner:wrapped", f"{batch} {slots}", "more than 24 bits"),
+        ("step:wrapped", f"{described} {logging} {slots} seal", "more than 39 bits"),
+        ("owner:wrapped", f"{planning} write {slots}", "more than 24 bits"),
         (
             "rows:apart",
-            f"{planning} {holding} {slots} chain_tails scatter_token_ids",
+            f"{described} {holding} {slots} {segments}",
             "a table's rows are longer than what is used",
         ),
         (
             "rows:giant",
-            f"{planning} {holding} {slots} chain_tails scatter_token_ids",
+            f"{described} {holding} {slots} {segments}",
             "a tensor spans more than 2**31 elements",
         ),
         ("slots:list", sealing, "slots are named"),
@@ -129,11 +131,11 @@ def _features() -> dict[str, Feature]:
         ("band:wide", sealing, "each may be of several layers"),
         ("seal:fresh", "seal", "slots whose records a step has written are sealed"),
         ("tile:write", "write", "a segment is longer than a tile"),
-        ("tile:chain", "chain_tails", "a segment is longer than a tile"),
+        ("tile:chain", chaining, "a segment is longer than a tile"),
         ("tile:scatter", "scatter_token_ids", "a segment is longer than a tile"),
         ("tile:verify", checking, "more entries than a tile has"),
         ("tile:entries", "plan", "more entries than a tile has"),
-        ("tile:requests", planning, "more requests than a tile has"),
+        ("tile:requests", described, "more requests than a tile has"),
         ("tile:slots", slots, "more slots than a tile has"),
         ("tile:edge", f"{checking} {rows} {slots}", "a length within one of a multiple of the tile"),
     ]

@@ -16,7 +16,7 @@ from kv_canary.specs.structures import Endpoint, KvSource
 GIANT = 1 << 31
 
 # What a segment's tiles are called in the features of an op.
-_SEGMENTS = {"write": "write", "chain_tails": "chain", "scatter_token_ids": "scatter"}
+_SEGMENTS = {"write": "write", "chain_tails": "chain", "open_step": "chain", "scatter_token_ids": "scatter"}
 
 Features = Iterator[str]
 
@@ -47,18 +47,9 @@ def _prefixes(
 ) -> Generator[str, None, torch.Tensor]:
     """What plan and verify_prefixes have in common; return the slots that entries are found in, where there is one."""
     table, lut, window, size = a["req_to_token"], a["lut"], a["window"], a["page_size"]
-    num_rows, max_len = table.shape[0], table.shape[1] * size
     rows, prefix, extend = a["rows"], a["prefix_lens"], a["extend_lens"]
     places = rows if a["table_rows"] is None else a["table_rows"]
-    in_range = (rows >= 0) & (rows < 1 << 31) & (places >= 0) & (places < num_rows)
-    in_range = in_range & (prefix >= 0) & (prefix <= max_len) & (extend >= 0)
-    live = in_range & (rows > 0) & (extend < 1 << 31)
-    yield from _batch(prefix[live], extend[live])
-    yield from _requests(rows)
-    yield from _tile("requests", len(rows), of=(op, "requests"))
-    if not bool(in_range.all()) or bool((extend >= 1 << 31).any()) or bool((table < 0).any()):
-        yield "hostile:value"
-
+    live = yield from _described(a, op=op)
     yield (
         "attention:lut"
         if lut is not None
@@ -76,18 +67,12 @@ def _prefixes(
         kept = (position // 16) % n == (-a["step"]) % n
         kept |= position == prefix[request] - 1
         request, position = request[kept], position[kept]
-        if bool((a["strides"] > 1).any()):
-            yield "strides:some"
     if len(request) > capacity:
         yield "capacity:truncated"
         request, position = request[:capacity], position[:capacity]
     yield from _tile(tile, len(request), of=(op, "entries"))
     pages = table[places[request], position // size].to(torch.int64)
     slots: torch.Tensor = torch.where(pages < 0, pages, pages * size + position % size)
-    if size > 1:
-        yield "table:odd" if size & (size - 1) else "table:pages"
-    if a["table_rows"] is not None:
-        yield "table:rows"
     if lut is not None:
         if bool((lut < 0).any()) or bool(((table < 0) | (table.long() * size >= len(lut))).any()):
             yield "hostile:value"
@@ -96,10 +81,33 @@ def _prefixes(
     yield from _shared(slots, rows[request])
     yield from _expected(a)
     yield from _owners(a["owners"])
-    yield from _tables(table)
     if lut is not None:
         slots = lut[slots[(slots >= 0) & (slots < len(lut))]]
     return slots
+
+
+def _described(a: Mapping[str, Any], *, op: str) -> Generator[str, None, torch.Tensor]:
+    """What all have in common that take a batch and its tables; return which requests live."""
+    table, size = a["req_to_token"], a["page_size"]
+    num_rows, max_len = table.shape[0], table.shape[1] * size
+    rows, prefix, extend = a["rows"], a["prefix_lens"], a["extend_lens"]
+    places = rows if a["table_rows"] is None else a["table_rows"]
+    in_range = (rows >= 0) & (rows < 1 << 31) & (places >= 0) & (places < num_rows)
+    in_range = in_range & (prefix >= 0) & (prefix <= max_len) & (extend >= 0)
+    live: torch.Tensor = in_range & (rows > 0) & (extend < 1 << 31)
+    yield from _batch(prefix[live], extend[live])
+    yield from _requests(rows)
+    yield from _tile("requests", len(rows), of=(op, "requests"))
+    if not bool(in_range.all()) or bool((extend >= 1 << 31).any()) or bool((table < 0).any()):
+        yield "hostile:value"
+    if a["strides"] is not None and bool((a["strides"] > 1).any()):
+        yield "strides:some"
+    if size > 1:
+        yield "table:odd" if size & (size - 1) else "table:pages"
+    if a["table_rows"] is not None:
+        yield "table:rows"
+    yield from _tables(table)
+    return live
 
 
 def _expected(a: Mapping[str, Any]) -> Features:
@@ -270,14 +278,27 @@ def _scatter_token_ids(a: Mapping[str, Any]) -> Features:
 
 def _chain_tails(a: Mapping[str, Any]) -> Features:
     yield from _requests(a["rows"])
+    yield from _advance(a, op="chain_tails")
+
+
+def _advance(a: Mapping[str, Any], *, op: str) -> Features:
+    """The features of what advances chains."""
     yield from _segments(
-        a["offsets"], a["rows"], num_rows=len(a["tails"]), total=len(a["flat"]), op="chain_tails", starts=a["starts"]
+        a["offsets"], a["rows"], num_rows=len(a["tails"]), total=len(a["flat"]), op=op, starts=a["starts"]
     )
     if a["anchors"] is not None:
         yield "anchors:given"
     if a["pool"] is not None:
         yield "tokens:kept"
         yield from _tables(a["pool"])
+
+
+def _open_step(a: Mapping[str, Any]) -> Features:
+    yield from _described(a, op="open_step")
+    yield "attention:window" if a["window"] else "attention:full"
+    if a["step"] is not None:
+        yield from _step(a["step"])
+    yield from _advance({**a, "rows": a["advance_rows"]}, op="open_step")
 
 
 def _segments(
@@ -435,6 +456,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[str]]] = {
     "retire": _retire,
     "scatter_token_ids": _scatter_token_ids,
     "chain_tails": _chain_tails,
+    "open_step": _open_step,
     "seal": _new_seals,
     "verify_seals": _verify_seals,
 }

@@ -196,35 +196,32 @@ def lay_out(
     # inputs
     batch,
     tables,
-    capacity,
-    leaves,
     # outputs
     entry_offsets_ptr,
     longest_stride_ptr,
-    num_valid_ptr,
-    num_requested_ptr,
-    status_ptr,
     # constants
     BLOCK: tl.constexpr,
 ):
-    """Find where each request's entries begin, and return how many there are, as far as they fit the capacity.
+    """Find where each request's entries begin, and return how many there are.
 
-    Several programs may do it at once, for what they find is the same. One of them `leaves` how many there are, and the
-    status but for what `plan_write` and the LUT add to it.
+    Several programs may do it at once, for what they find is the same. What of a request is read is known before any of
+    it is: it may lie in memory of the host's.
     """
     entries = tl.zeros([1], dtype=tl.int64)
-    longest = tl.zeros([1], dtype=tl.int64)
+    longest = tl.full([1], 1, tl.int64)
     for first in range(0, batch.size, BLOCK):
         r = first + tl.arange(0, BLOCK).to(tl.int64)
         inside = r < batch.size
+        if batch.strides is not None:
+            stride = tl.load(batch.strides + r, mask=inside, other=1)
+            step = tl.load(batch.step)
         _row, _at, _in, prefix, extend, _live, _row_ok, _lens_ok = _requests(batch, tables, r, inside)
         start = _first_position(tables, prefix, extend)
         count = tl.maximum(prefix - start, 0)
         if batch.strides is not None:
-            stride = tl.load(batch.strides + r, mask=inside, other=1)
             longest = tl.maximum(longest, tl.max(stride, axis=0))
             if tl.max(stride, axis=0) > 1:
-                _first, kept, front, back, last_alone = _kept_blocks(start, prefix, stride, tl.load(batch.step))
+                _first, kept, front, back, last_alone = _kept_blocks(start, prefix, stride, step)
                 strided = kept * _STRIDE_BLOCK - front - back + last_alone.to(tl.int64)
                 count = tl.where((count > 0) & (stride > 1), strided, count)
         # entry_offsets has size + 1 elements
@@ -234,11 +231,15 @@ def lay_out(
     tl.store(entry_offsets_ptr, 0)
     if longest_stride_ptr is not None:
         tl.store(longest_stride_ptr, tl.max(longest, axis=0))
-    if leaves:
-        tl.store(num_requested_ptr, requested)
-        tl.store(num_valid_ptr, tl.minimum(requested, capacity).to(tl.int32))
-        tl.store(status_ptr, tl.where(requested > capacity, _OVERFLOW, 0))
-    return tl.minimum(requested, capacity)
+    return requested
+
+
+@triton.jit
+def leave_counts(requested, capacity, num_valid_ptr, num_requested_ptr, status_ptr):
+    """Leave how many entries there are, and the status but for what `plan_write` and the LUT add to it."""
+    tl.store(num_requested_ptr, requested)
+    tl.store(num_valid_ptr, tl.minimum(requested, capacity).to(tl.int32))
+    tl.store(status_ptr, tl.where(requested > capacity, _OVERFLOW, 0))
 
 
 @triton.jit
@@ -276,7 +277,7 @@ def plan_write(
 ):
     """Leave what `write` is to be told of the batch's requests, and add to the status what is wrong with these.
 
-    One program does, once the status is what `lay_out` leaves.
+    One program does, once the status is what `leave_counts` leaves.
     """
     tokens = tl.zeros([1], dtype=tl.int64)
     for first in range(0, batch.size, BLOCK):
@@ -320,23 +321,19 @@ def lay_out_alone(
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """`lay_out` as a launch of its own, of one program, before those that find the entries."""
+    """`lay_out` and `leave_counts` as a launch of their own, of one program, before those that find the entries."""
     begin(OVERLAPS)
-    lay_out(
+    requested = lay_out(
         # inputs
         batch,
         tables,
-        capacity,
-        True,
         # outputs
         entry_offsets_ptr,
         longest_stride_ptr,
-        num_valid_ptr,
-        num_requested_ptr,
-        status_ptr,
         # constants
         BLOCK,
     )
+    leave_counts(requested, capacity, num_valid_ptr, num_requested_ptr, status_ptr)
 
 
 @triton.jit

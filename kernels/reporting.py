@@ -62,8 +62,8 @@ def store_status(rows_ptr, starts_ptr, bs, num_rows, status_ptr):
         r = first + tl.arange(0, 256).to(tl.int64)
         # r < bs
         row = tl.load(rows_ptr + r, mask=r < bs, other=0)
-        bad_row |= tl.where((r < bs) & ((row < 0) | (row >= num_rows)), _ROW_RANGE, 0)
         if starts_ptr is not None:
             start = tl.load(starts_ptr + r, mask=r < bs, other=0)
             bad_start |= tl.where(start < 0, _LENGTH_RANGE, 0)
+        bad_row |= tl.where((r < bs) & ((row < 0) | (row >= num_rows)), _ROW_RANGE, 0)
     tl.store(status_ptr, tl.max(bad_row, axis=0) | tl.max(bad_start, axis=0))

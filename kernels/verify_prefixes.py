@@ -1,7 +1,7 @@
 """verify_prefixes: the Triton kernels. One program plans the writes, many find and check the entries.
 
 Where the entries are few, each program lays out the batch for itself, which saves a launch; else a launch before does,
-for that takes as long as checking a tile of entries.
+for that takes as long as checking a tile of entries. Neither does where `open_step` has.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from kv_canary.kernels.batches import (
     lay_out,
     lay_out_alone,
     layout_options,
+    leave_counts,
     plan_of,
     plan_write,
     tables_of,
@@ -43,7 +44,7 @@ def _fit(x):
     return tl.minimum(x, _INT32_MAX).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["site"])
+@triton.jit(do_not_specialize=["is_laid_out", "site"])
 def _verify_prefixes(
     # inputs
     batch,
@@ -57,6 +58,7 @@ def _verify_prefixes(
     anchors_ptr,
     num_anchors,
     step_ptr,
+    is_laid_out,
     # outputs
     entry_offsets_ptr,
     longest_stride_ptr,
@@ -79,26 +81,29 @@ def _verify_prefixes(
     begin(OVERLAPS)
     pid = tl.program_id(0).to(tl.int64)
     if LAYS_OUT:
-        n = lay_out(
-            # inputs
-            batch,
-            tables,
-            capacity,
-            pid == 0,
-            # outputs
-            entry_offsets_ptr,
-            longest_stride_ptr,
-            num_valid_ptr,
-            num_requested_ptr,
-            status_ptr,
-            # constants
-            BLOCK_REQUESTS,
-        )
-        # Its own threads read what this program has stored.
-        tl.debug_barrier()
+        if is_laid_out:
+            requested = tl.load(entry_offsets_ptr + batch.size)
+        else:
+            requested = lay_out(
+                # inputs
+                batch,
+                tables,
+                # outputs
+                entry_offsets_ptr,
+                longest_stride_ptr,
+                # constants
+                BLOCK_REQUESTS,
+            )
+            # Its own threads read what this program has stored.
+            tl.debug_barrier()
     else:
-        n = tl.load(num_valid_ptr).to(tl.int64)
+        requested = tl.load(entry_offsets_ptr + batch.size)
+    n = tl.minimum(requested, capacity)
     if pid == 0:
+        if tables.lut is None:
+            # With a LUT, where all programs may add to the status, the launch before has left it.
+            leave_counts(requested, capacity, num_valid_ptr, num_requested_ptr, status_ptr)
+            tl.debug_barrier()
         tl.atomic_add(counters_ptr + tag_of(site) * 2, 1)
         tl.atomic_add(counters_ptr + tag_of(site) * 2 + 1, n)
         plan_write(
@@ -174,6 +179,8 @@ def verify_prefixes(
     endpoint: Endpoint,
     anchors: torch.Tensor | None,
     track_lifetime: bool,
+    laid_out: torch.Tensor | None,
+    laid_out_stride: torch.Tensor | None,
     resolved: ResolvedSlots,
     write_plan: WritePlan,
     status: torch.Tensor,
@@ -187,12 +194,14 @@ def verify_prefixes(
     tile = tile_options(endpoint)
     batch = batch_of(rows, table_rows, prefix_lens, extend_lens, strides, step)
     tables = tables_of(req_to_token, page_size, lut, window)
-    layout = (entry_offsets, longest_stride, resolved.num_valid, resolved.num_requested, status)
+    counts = (resolved.num_valid, resolved.num_requested, status)
     # The status has one writer then: with a LUT, all programs may add to it.
     lays_out = capacity <= few_entries(rows.device) and batch.size <= BLOCK_REQUESTS and lut is None
-    if not lays_out:
+    is_laid_out = laid_out is not None and lut is None
+    offsets, stride = (laid_out, laid_out_stride) if is_laid_out else (entry_offsets, longest_stride)
+    if not (lays_out or is_laid_out):
         options = layout_options(batch.size, rows.device)
-        lay_out_alone[(1,)](batch, tables, capacity, *layout, **options)
+        lay_out_alone[(1,)](batch, tables, capacity, offsets, stride, *counts, **options)
     (programs,) = persistent_grid(triton.cdiv(capacity, tile["BLOCK"]), rows.device)
     _verify_prefixes[(1 + programs,)](
         # inputs
@@ -206,8 +215,11 @@ def verify_prefixes(
         anchors,
         0 if anchors is None else anchors.shape[0],
         step,
+        int(is_laid_out),
         # outputs
-        *layout,
+        offsets,
+        stride,
+        *counts,
         plan_of(write_plan),
         resolved.entries,
         resolved.runs,

@@ -31,6 +31,8 @@ def verify_prefixes(
     endpoint: Endpoint,
     anchors: torch.Tensor | None,
     track_lifetime: bool,
+    laid_out: torch.Tensor | None,
+    laid_out_stride: torch.Tensor | None,
     resolved: ResolvedSlots,
     write_plan: WritePlan,
     status: torch.Tensor,

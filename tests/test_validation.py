@@ -81,6 +81,8 @@ def call_of(op: str) -> dict[str, Any]:
         "verify_prefixes": {
             **prefixes,
             "longest_stride": ints(0),
+            "laid_out": ints(0, 2, 3),
+            "laid_out_stride": ints(2),
             "resolved": resolved,
             "anchors": ints(0, 1, 2),
             **launch,
@@ -232,6 +234,8 @@ LENGTHS = [
     ("verify_prefixes", "expected_lens", "bs"),
     ("verify_prefixes", "strides", "bs"),
     ("verify_prefixes", "step", "1"),
+    ("verify_prefixes", "laid_out", "bs+1"),
+    ("verify_prefixes", "laid_out_stride", "1"),
     ("verify_prefixes", "resolved.num_valid", "1"),
     ("verify_prefixes", "resolved.num_requested", "1"),
     ("verify_prefixes", "write_plan.owners", "write_cap"),
@@ -393,7 +397,8 @@ DEFAULTS = {
     | {"expected_tokens", "expected_lens", "strides", "step", "table_rows", "page_size"},
     "verify": {"anchors", "track_lifetime"},
     "verify_prefixes": {"owners", "window", "lut", "expected_tokens", "expected_lens", "token_offset", "strides"}
-    | {"anchors", "track_lifetime", "entry_offsets", "longest_stride", "table_rows", "page_size"},
+    | {"anchors", "track_lifetime", "entry_offsets", "longest_stride", "table_rows", "page_size"}
+    | {"laid_out", "laid_out_stride"},
     "verify_resolved": {"expected_tokens", "expected_lens", "token_offset", "anchors", "track_lifetime"},
     "write": {"expected_input_ids", "given_rows", "given_lens", "track_lifetime", "ring", "tile_sums", "slot_marks"},
     "move": {"staged"},

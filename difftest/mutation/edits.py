@@ -85,6 +85,7 @@ _EFFECTS = frozenset(
     {
         *("store", "atomic_add", "atomic_or", "zero_", "add_", "store_record", "store_status"),
         *("report", "_check_seeds", "_report_seeds", "_store_tile", "check_entries", "lay_out"),
+        *("leave_counts", "advance_chain"),
     }
 )
 # Calls that only tell people something.

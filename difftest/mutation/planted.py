@@ -241,4 +241,11 @@ PLANTED_BUGS = (
         changes=(("            anchor = tl.load(anchors_ptr + row)\n", "            anchor = anchor + 0\n"),),
         shows="chain_tails starts every request from the plain anchor",
     ),
+    PlantedBug(
+        name="guessed-token",
+        kind="a shortcut taken unasked",
+        file="kernels/chain_tails.py",
+        changes=(("(begin == r) & (end == r + 1)", "begin == r"),),
+        shows="open_step takes the first token of a longer segment for all of its tokens",
+    ),
 )

@@ -31,7 +31,7 @@ from kv_canary.difftest.naive.records import (
     writer_of,
 )
 from kv_canary.difftest.naive.seals import seal, verify_seals
-from kv_canary.difftest.naive.verify import plan, verify, verify_prefixes, verify_resolved
+from kv_canary.difftest.naive.verify import lay_out, plan, verify, verify_prefixes, verify_resolved
 from kv_canary.specs.structures import Endpoint, ViolationLog, WritePlan
 
 WRITE_TOKEN, WRITE_POSITION, SLOT_RANGE, OVERWRITE, PREFIX, BATCH = 32, 64, 256, 2048, 4096, 8192
@@ -244,12 +244,55 @@ def chain_tails(
     status[0] = bits
 
 
+def open_step(
+    *,
+    words: torch.Tensor,
+    copy: torch.Tensor,
+    flat: torch.Tensor,
+    offsets: torch.Tensor,
+    advance_rows: torch.Tensor,
+    starts: torch.Tensor,
+    anchors: torch.Tensor | None,
+    tails: torch.Tensor,
+    pool: torch.Tensor | None,
+    status: torch.Tensor,
+    rows: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    extend_lens: torch.Tensor,
+    req_to_token: torch.Tensor,
+    table_rows: torch.Tensor | None,
+    page_size: int,
+    window: int,
+    strides: torch.Tensor | None,
+    step: torch.Tensor | None,
+    entry_offsets: torch.Tensor,
+    longest_stride: torch.Tensor,
+) -> None:
+    """Take in the numbers of a step, advance chains, and lay the batch out."""
+    for i, word in enumerate(words.tolist()):
+        copy[i] = word
+    chain_tails(
+        flat=flat,
+        offsets=offsets,
+        rows=advance_rows,
+        starts=starts,
+        anchors=anchors,
+        tails=tails,
+        pool=pool,
+        status=status,
+    )
+    counts = lay_out(rows, prefix_lens, extend_lens, req_to_token, table_rows, page_size, window, strides, step)
+    for request in range(rows.shape[0] + 1):
+        entry_offsets[request] = sum(counts[:request])
+    longest_stride[0] = max([1] if strides is None else [1, *strides.tolist()])
+
+
 IMPLEMENTATIONS: Mapping[str, Callable[..., None]] = MappingProxyType(
     {
         each.__name__: each
         for each in (
             *(plan, verify, verify_prefixes, verify_resolved),
-            *(write, move, retire, scatter_token_ids, chain_tails),
+            *(write, move, retire, scatter_token_ids, chain_tails, open_step),
             *(seal, verify_seals),
         )
     }

@@ -124,6 +124,8 @@ def verify_prefixes(
     endpoint: Endpoint,
     anchors: torch.Tensor | None,
     track_lifetime: bool,
+    laid_out: torch.Tensor | None,
+    laid_out_stride: torch.Tensor | None,
     resolved: ResolvedSlots,
     write_plan: WritePlan,
     status: torch.Tensor,
@@ -286,6 +288,41 @@ def _find(
     write_plan.offsets[rows.shape[0]] = tokens_before
     write_plan.num_requests[0] = rows.shape[0]
     return found, bits
+
+
+def lay_out(
+    rows: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    extend_lens: torch.Tensor,
+    req_to_token: torch.Tensor,
+    table_rows: torch.Tensor | None,
+    page_size: int,
+    window: int,
+    strides: torch.Tensor | None,
+    step: torch.Tensor | None,
+) -> list[int]:
+    """Return how many entries each request has."""
+    # What is to be written is of no matter, nor are the slots.
+    spare = WritePlan.allocate(write_cap=rows.shape[0])
+    found, _ = _find(
+        rows,
+        None,
+        prefix_lens,
+        extend_lens,
+        req_to_token,
+        table_rows,
+        page_size,
+        window,
+        False,
+        None,
+        strides,
+        step,
+        spare,
+    )
+    counts = [0] * rows.shape[0]
+    for entry in found:
+        counts[entry.request] += 1
+    return counts
 
 
 def _bits(found: list[Entry], capacity: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from kv_canary.difftest.strategies.domain import int64, often, replace_some, steps, strided_rows
 from kv_canary.difftest.strategies.edge_values import HOSTILE, HOSTILE_32, INT64_MAX, INT64_MIN
+from kv_canary.specs.plan import entry_counts
 
 
 @dataclass(kw_only=True)
@@ -142,4 +145,14 @@ def draw_strides(draw: Any, rng: np.random.Generator, bs: int, *, hostile: bool)
     return {
         "strides": int64(replace_some(draw, strides) if hostile else strides),
         "step": int64([draw(st.one_of(steps, negative, st.just(INT64_MAX)))]),
+    }
+
+
+def laid_out(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that say how the batch of a call of verify_prefixes is laid out, as open_step leaves it."""
+    strides = arguments.get("strides")
+    counts = entry_counts({"table_rows": None, "strides": None, "window": 0, "page_size": 1, **arguments})
+    return {
+        "laid_out": int64(itertools.accumulate(counts, initial=0)),
+        "laid_out_stride": int64([1 if strides is None else max([1, *strides.tolist()])]),
     }

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from kv_canary.constants import ANCHOR, CHAIN_MULTIPLIER, HEAD_OF_CHAIN, MIX_ADD, MIX_MUL_1, MIX_MUL_2, Tag, to_signed
+from kv_canary.difftest.strategies.batches import laid_out
 from kv_canary.reference.hashing import identity, mix, next_chain
+from kv_canary.specs import get_spec
 from kv_canary.specs.structures import Endpoint, KvSource, ResolvedSlots, VerifyPlan, ViolationLog, WritePlan
 from kv_canary.specs.write import TILE_TOKENS
 
@@ -113,6 +115,18 @@ def large_cases(op: str, device: torch.device) -> Iterator[dict[str, Any]]:
         yield _beyond(op) | {"lut": None}
         for window, step in ((0, -7), (90, 4)):
             yield _strided(op, window=window, step=step)
+        if op == "verify_prefixes":
+            for call in (_prefixes(op, 2 * _REQUESTS_AT_ONCE + 52), _beyond(op), _strided(op, window=90, step=4)):
+                yield call | laid_out(call)
+    elif op == "open_step":
+        # Most requests that one look takes, and one more; more than several take.
+        for count in (512, 513, 2 * _REQUESTS_AT_ONCE + 52):
+            yield _opened(_prefixes("plan", count), lens=[1] * 5)
+        for window, step in ((0, -7), (90, 4)):
+            yield _opened(_strided("plan", window=window, step=step), lens=[2, 1, 0])
+        # Most tokens that few lanes take, one more, and more than many take at a time.
+        for length in (2047, 2048, 2049, 10_000):
+            yield _opened(_beyond("plan"), lens=[length, 1])
 
 
 def _write(requests: list[tuple[int, int]], *, num_bytes: int, read_bytes: int | None = None) -> dict[str, Any]:
@@ -396,6 +410,26 @@ def _strided(op: str, *, window: int, step: int) -> dict[str, Any]:
         "token_offset": -1,
     }
     return batch | _places(op, size=20 * count, num_slots=num_slots)
+
+
+def _opened(batch: dict[str, Any], *, lens: list[int]) -> dict[str, Any]:
+    """Return a call of open_step for a batch, and for segments of so many tokens; every one is its own row's."""
+    advance = _segments(lens, num_rows=len(lens) + 1)
+    words, kept = _words(300), torch.full((len(lens) + 1, 2000), 7, dtype=torch.int32)
+    taken = get_spec("open_step").arguments
+    return {
+        **{name: value for name, value in batch.items() if name in taken},
+        **{"advance_rows" if name == "rows" else name: value for name, value in advance.items()},
+        "rows": batch["rows"],
+        "step": batch["step"] if "strides" in batch else None,
+        "words": words,
+        "copy": torch.zeros_like(words),
+        "anchors": _words(len(lens) + 1),
+        "tails": _words(len(lens) + 1),
+        "pool": kept,
+        "entry_offsets": torch.zeros(len(batch["rows"]) + 1, dtype=torch.int64),
+        "longest_stride": torch.zeros(1, dtype=torch.int64),
+    }
 
 
 def _places(op: str, *, size: int, num_slots: int) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
     giant = draw_giant(draw, giant)
     hostile = draw(st.booleans())
     rng = np.random.default_rng(draw(seeds))
-    batch = _draw_batch(draw, rng, giant=giant)
+    batch = draw_batch(draw, rng, giant=giant)
     table, lut, num_slots = _draw_tables(draw, rng, batch)
     if hostile:
         make_hostile(draw, batch, table, lut, num_slots)
@@ -70,7 +70,7 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
     }
 
 
-def _draw_batch(draw: Any, rng: np.random.Generator, *, giant: bool) -> Batch:
+def draw_batch(draw: Any, rng: np.random.Generator, *, giant: bool) -> Batch:
     """Draw a batch as engines make them."""
     bs = max(draw(batch_sizes()), 1 if giant else 0)
     # Three blocks of requests make a wide table large.

@@ -17,6 +17,7 @@ from kv_canary.difftest.strategies.batches import (
     draw_strides,
     draw_tokens,
     draw_where,
+    laid_out,
     make_hostile,
 )
 from kv_canary.difftest.strategies.domain import (
@@ -74,14 +75,18 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
     owners += [int(n) for n in rng.integers(0, 1 << 25, batch.size - len(owners))]
     enough = batch.most_entries
     capacity = draw(st.one_of(st.just(enough), st.just(enough), st.integers(0, 300)))
-    return {
-        **arguments,
+    arguments |= {
         "rows": int64(batch.rows),
         "owners": int64(owners) if draw(st.booleans()) else None,
         "prefix_lens": int64(batch.prefix),
         "extend_lens": int64(batch.extend),
         **draw_where(draw, rng, batch, table, hostile=hostile, giant=far == "table"),
         "window": window,
+    }
+    if draw(st.booleans()):
+        arguments |= laid_out(arguments)
+    return {
+        **arguments,
         "lut": None if lut is None else torch.from_numpy(lut),
         "endpoint": world.endpoint,
         "anchors": _draw_anchors(draw, rng, world),

@@ -28,6 +28,7 @@ OPS = (
     "plan",
     "verify",
     "chain_tails",
+    "open_step",
     "scatter_token_ids",
     "retire",
     "move",

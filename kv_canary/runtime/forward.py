@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -21,7 +21,7 @@ from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.device_state import MOST_REPLAYED
 from kv_canary.runtime.drain import Sheet
 from kv_canary.runtime.host import copy_all, copy_front, front, on_device
-from kv_canary.runtime.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, Shape
+from kv_canary.runtime.launches import MANY_ENTRIES, ForwardInputs, GroupLaunches, Places, PostedNumbers, Shape
 from kv_canary.runtime.pools import BufferGroup
 from kv_canary.runtime.repetition import Decodes, PlainForwards, Repetition
 from kv_canary.runtime.replays import Attempts, Branch, Launch, layout_of, round_up, rounded
@@ -119,6 +119,8 @@ class SingleForwardManager:
             )
             for number, g in enumerate(groups)
         ]
+        # Whose batch is laid out by the launch that a repeated step begins with.
+        self._laid_out = next((x for x in self._launches if x.takes_layout), self._launches[0])
         self._shape = Shape()
         self._num_requests = self._new_tokens = 0
         self._tails_status = torch.zeros(1, dtype=torch.int32, device=context.device)
@@ -240,6 +242,8 @@ class SingleForwardManager:
                 sizes_are_final=self._sizes_are_final,
             )
             launches.out_slots.zero_()
+        if shape.advances is not None and not shape.has_pending:
+            self._open_nothing(self._inputs.last, (1, MOST_REPLAYED))
         self._launch_head()
         self._launch_tail()
 
@@ -726,14 +730,54 @@ class SingleForwardManager:
             backend=self.context.backend,
         )
 
+    def _open(self, there: Places, words: torch.Tensor, whole: torch.Tensor) -> None:
+        """Launch what a repeated step begins with: its numbers go to `whole`, and rows are brought up.
+
+        Args:
+            there: the places of the numbers in `words`.
+        """
+        flat, offsets, rows, starts = there.advance
+        ops.open_step(
+            words=words,
+            copy=whole,
+            flat=flat,
+            offsets=offsets,
+            advance_rows=rows,
+            starts=starts,
+            **self.context.state.together,
+            status=self._tails_status,
+            **self._laid_out.layout(there),
+            backend=self.context.backend,
+        )
+
+    def _open_nothing(self, numbers: PostedNumbers, tokens: Iterable[int]) -> None:
+        """Begin steps of padding, whose rows are brought up by no token of so many, so that the kernel is compiled."""
+        words, whole = torch.zeros_like(numbers.whole), torch.empty_like(numbers.whole)
+        there = numbers.places(words)
+        for count in tokens:
+            self._open(there._replace(advance=[words.new_zeros(count), *there.advance[1:]]), words, whole)
+
     def _launch_head(self) -> None:
         if self._advance is not None:
             self._bring_up(self._inputs.advance)
+        self._launch_groups_heads()
+
+    def _opened_head(self, numbers: PostedNumbers, words: torch.Tensor) -> Launch:
+        """Return what launches HEAD of steps whose numbers lie in `words`, from where they go to their places."""
+        there = numbers.places(words)
+
+        def launch() -> None:
+            self._open(there, words, numbers.whole)
+            self._launch_groups_heads(laid_out=self._laid_out)
+
+        return launch
+
+    def _launch_groups_heads(self, laid_out: GroupLaunches | None = None) -> None:
         self._steps.handed.begin()
         if self._shape.expects_tokens:
             self._inputs.complete_expected(self._shape.tokens)
         for launches in self._launches:
-            launches.head(self._shape)
+            launches.head(self._shape, is_laid_out=launches is laid_out)
 
     def _launch_tail(self) -> None:
         self._inputs.widen(self._shape)
@@ -823,21 +867,23 @@ class SingleForwardManager:
         keys = ("head", *self._key(None)), ("tail", *self._key(given))
         if size in kept or not all(map(self._replays.is_settled, keys)) or not self._has_room(kept):
             return
+        numbers = self._inputs.last
         try:
             # What a capture calls launches what was launched before.
+            self._open_nothing(numbers, [len(self._inputs.advance[0])])
             kept[size] = kind(
                 self.context,
                 self._steps,
                 self,
                 self._replays,
-                numbers=self._inputs.last,
+                numbers=numbers,
                 batch=batch,
                 given=given,
                 shape=shape,
                 launches=self._launches,
                 advance=advance,
                 ahead=self._ahead,
-                head=self._launch_head,
+                head=functools.partial(self._opened_head, numbers),
                 tail=self._launch_tail,
             )
         except Exception as error:

@@ -173,14 +173,20 @@ class HostWords:
 
     def __init__(self, words: int, device: torch.device) -> None:
         self.host = pinned(words, device)
-        self._mapped = _mapped(self.host, device) if device.type == "cuda" else None
+        # As the device sees them; None: it does not.
+        self._mapped = _mapped(self.host, device) if device.type == "cuda" else self.host
+        self._device, self._copy = device, self._mapped
 
-    def send(self, there: torch.Tensor) -> None:
-        """Copy the words to int64 `there` [words] on the device; they must stay as they are until that has run."""
+    def send(self) -> torch.Tensor:
+        """Return the words where the device reads them, always in one place, by a copy where it cannot on the host.
+
+        They must stay as they are until what reads them has run.
+        """
+        if self._copy is None:
+            self._copy = torch.zeros_like(self.host, device=self._device)
         if self._mapped is None:
-            there.copy_(self.host, non_blocking=True)
-        else:
-            torch.add(self._mapped, 0, out=there)
+            self._copy.copy_(self.host, non_blocking=True)
+        return self._copy
 
     def bring(self, there: torch.Tensor) -> None:
         """Copy int64 `there` [words] to the host, without waiting for it."""

@@ -86,6 +86,11 @@ class PostedNumbers(NamedTuple):
     views: Sequence[torch.Tensor]
     names: tuple[str, ...]
 
+    def places(self, words: torch.Tensor) -> Places:
+        """Return the places of what lies in int64 `words` as it does in `whole`."""
+        views = [words[at : at + len(view)] for at, view in zip(self.at.values(), self.views, strict=True)]
+        return Places.of(views, self.names)
+
 
 class ForwardInputs:
     """What the host says of a forward, and what the model is given, where launches read it.
@@ -118,7 +123,7 @@ class ForwardInputs:
         self.in_place: ModelInputs | None = None
         self._posted: Sequence[torch.Tensor] = ()
         self._names: tuple[str, ...] = ()
-        self._places: dict[tuple[int, tuple[str, ...]], _Places] = {}
+        self._places: dict[tuple[int, tuple[str, ...]], Places] = {}
         self.arriving: Lengths | None = None
 
     def post(
@@ -165,7 +170,7 @@ class ForwardInputs:
         if found is None or found.posted is not posted:
             if len(self._places) >= _MOST_PLACES:
                 self._places.clear()
-            found = self._places[key] = _Places.of(posted, self._names)
+            found = self._places[key] = Places.of(posted, self._names)
         self.step, self.check_positions = found.step, found.check_positions
         self.advance, self.ahead = found.advance, found.ahead
         self.rows, self.owners, self.lengths = found.rows, found.owners, found.lengths
@@ -247,8 +252,8 @@ def _is_narrow(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.dtype != torch.int64
 
 
-class _Places(NamedTuple):
-    """Where launches read what was posted."""
+class Places(NamedTuple):
+    """Where launches read what was posted, by the names of `ForwardInputs`."""
 
     posted: Sequence[torch.Tensor]
     step: torch.Tensor
@@ -264,7 +269,7 @@ class _Places(NamedTuple):
     arriving: Lengths | None
 
     @classmethod
-    def of(cls, posted: Sequence[torch.Tensor], names: Sequence[str]) -> _Places:
+    def of(cls, posted: Sequence[torch.Tensor], names: Sequence[str]) -> Places:
         """Return the places of what was posted by these names."""
         check, at, *rest = posted
         there = dict(zip(names, rest, strict=True))
@@ -401,12 +406,36 @@ class GroupLaunches:
         """Launches of HEAD and TAIL, by tag."""
         return {self.group.head_tag: 1, self.group.tail_tag: 2}
 
-    def head(self, shape: Shape) -> None:
-        """Resolve the slots that the model is about to read, and verify their records and bytes."""
+    @property
+    def takes_layout(self) -> bool:
+        """Whether HEAD asks for no launch that lays its batch out where `open_step` has."""
+        return not self.group.ring and self.group.lut is None
+
+    def layout(self, there: Places) -> dict[str, Any]:
+        """Return what `open_step` lays the batch out by whose numbers lie there, and where it leaves that."""
+        n = len(there.rows)
+        return {
+            "rows": there.rows,
+            "prefix_lens": there.lengths.prefix,
+            "extend_lens": there.lengths.extend,
+            **self._tables(n, there.table_rows),
+            "strides": there.strides,
+            "step": None if there.strides is None else there.step,
+            "entry_offsets": self._entry_offsets[: n + 1],
+            "longest_stride": self._longest_stride,
+        }
+
+    def head(self, shape: Shape, *, is_laid_out: bool = False) -> None:
+        """Resolve the slots that the model is about to read, and verify their records and bytes.
+
+        Args:
+            shape: of the launches.
+            is_laid_out: whether `open_step` has laid the batch out.
+        """
         if self._plans_for(shape.has_pending):
             self._head_by_plans(shape)
         else:
-            self._verify_prefixes(shape)
+            self._verify_prefixes(shape, is_laid_out=is_laid_out)
         if self.group.pool.head_records is not None:
             self._write(shape, at_tail=False)
 
@@ -441,14 +470,15 @@ class GroupLaunches:
         """Whether TAIL verifies others than HEAD."""
         return self.group.ring or has_pending
 
-    def _verify_prefixes(self, shape: Shape) -> None:
+    def _verify_prefixes(self, shape: Shape, *, is_laid_out: bool) -> None:
         context, inputs, n = self._context, self._inputs, shape.requests
+        entry_offsets = self._entry_offsets[: n + 1]
         ops.verify_prefixes(
             rows=inputs.rows[:n],
             owners=inputs.owners[:n],
             prefix_lens=inputs.lengths.prefix[:n],
             extend_lens=inputs.lengths.extend[:n],
-            **self._tables(n),
+            **self._tables(n, inputs.table_rows),
             lut=self.group.lut,
             **self._tokens(n),
             strides=inputs.strides,
@@ -456,12 +486,14 @@ class GroupLaunches:
             endpoint=self._endpoint(at_tail=False),
             anchors=context.state.anchors,
             track_lifetime=context.config.track_lifetime,
+            laid_out=entry_offsets if is_laid_out else None,
+            laid_out_stride=self._longest_stride if is_laid_out else None,
             resolved=self._resolved,
             write_plan=self.write_plan,
             status=self._status,
             violations=context.state.violations,
             counters=context.state.counters,
-            entry_offsets=self._entry_offsets[: n + 1],
+            entry_offsets=entry_offsets,
             longest_stride=self._longest_stride,
             backend=context.backend,
         )
@@ -516,7 +548,7 @@ class GroupLaunches:
             owners=inputs.owners[:n],
             prefix_lens=lengths.prefix[:n],
             extend_lens=lengths.extend[:n],
-            **self._tables(n),
+            **self._tables(n, inputs.table_rows),
             after_write=after_write,
             lut=self.group.lut,
             **self._tokens(n),
@@ -582,12 +614,11 @@ class GroupLaunches:
         with_bytes = not at_tail or context.config.verify_bytes_at_tail or group.pool.head_records is not None
         return context.endpoint(group, tag, with_bytes=with_bytes)
 
-    def _tables(self, n: int) -> dict[str, Any]:
+    def _tables(self, n: int, table_rows: torch.Tensor | None) -> dict[str, Any]:
         """Where cached positions lie, and which are read, as ops take it."""
-        rows = self._inputs.table_rows
         return {
             "req_to_token": self.table,
-            "table_rows": None if rows is None else rows[:n],
+            "table_rows": None if table_rows is None else table_rows[:n],
             "page_size": self.group.page_size,
             "window": self.group.window,
         }

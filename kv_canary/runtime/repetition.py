@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,6 +25,9 @@ _LAPS = 4
 # Which requests' rows are not at their prefixes, and how far these have come.
 Behind = tuple[Int64s, Int64s]
 
+# Returns what launches HEAD of a step whose numbers lie in a tensor.
+Head = Callable[[torch.Tensor], Launch]
+
 
 class Lap:
     """The launches of every so many-th step: HEAD with the numbers that it is told, TAIL with the words that it leaves.
@@ -33,23 +36,27 @@ class Lap:
         replays: runs the launches.
         whole: where the numbers go.
         sheet: where the words go.
-        head, tail: the launches without either.
+        head: returns the launches of HEAD with numbers that lie somewhere.
+        tail: the launches without the words.
 
     Attributes:
         head: sends the numbers of the step, and runs HEAD.
         tail: runs TAIL, and brings the step's words to the host.
     """
 
-    def __init__(self, replays: Replays, whole: torch.Tensor, sheet: Sheet, *, head: Launch, tail: Launch) -> None:
-        numbers = HostWords(len(whole), whole.device)
-        self.numbers, self.sheet = numbers.host.numpy(), sheet
+    def __init__(self, replays: Replays, whole: torch.Tensor, sheet: Sheet, *, head: Head, tail: Launch) -> None:
+        # A graph reads what it sends.
+        self._sent = sent = HostWords(len(whole), whole.device)
+        self.numbers, self.sheet = sent.host.numpy(), sheet
         # The step that it was in last, the number of the composition that its numbers are of, and its strides.
         self.step, self.of = 0, 0
         self.strides: Int64s | None = None
 
+        launch = head(sent.send())
+
         def begin() -> None:
-            numbers.send(whole)
-            head()
+            sent.send()
+            launch()
 
         def end() -> None:
             tail()
@@ -71,7 +78,8 @@ class Repetition(ABC):
         shape: of the launches.
         launches: of each group.
         advance, ahead: what brings rows up to their prefixes, at HEAD, and what brings them further, at TAIL.
-        head, tail: the launches, all of whose kernels have run on this memory.
+        head: returns the launches of HEAD with numbers that lie somewhere.
+        tail: the launches of TAIL; all of the kernels of both have run on this memory.
 
     Attributes:
         lap: that the step under way, or the last one, is in.
@@ -94,7 +102,7 @@ class Repetition(ABC):
         launches: Sequence[GroupLaunches],
         advance: Advance,
         ahead: Advance | None,
-        head: Launch,
+        head: Head,
         tail: Launch,
     ) -> None:
         # The engine's own objects would live for as long as the launches.

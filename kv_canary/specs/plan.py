@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from kv_canary.constants import STRIDE_BLOCK
 from kv_canary.errors import must_be
 from kv_canary.specs.arguments import (
     BATCH,
@@ -27,6 +28,29 @@ from kv_canary.specs.structures import VerifyPlan
 def longest_prefix(num_pages: int, page_size: int) -> int:
     """Return how many cached positions a request may have in a table of so many pages a row: they fit 31 bits."""
     return min(num_pages * page_size, (1 << 31) - 1)
+
+
+def entry_counts(arguments: Mapping[str, Any]) -> Iterator[int]:
+    """Yield how many cached positions of each request of a batch are to be verified before it is written."""
+    table, window, step = arguments["req_to_token"], arguments["window"], arguments["step"]
+    rows, table_rows, strides = (arguments[name] for name in ("rows", "table_rows", "strides"))
+    places = rows if table_rows is None else table_rows
+    lens = arguments["prefix_lens"], arguments["extend_lens"]
+    most, ones = longest_prefix(table.shape[1], arguments["page_size"]), [1] * len(rows)
+    columns = (
+        rows.tolist(),
+        places.tolist(),
+        *(x.tolist() for x in lens),
+        ones if strides is None else strides.tolist(),
+    )
+    for row, place, prefix, extend, stride in zip(*columns, strict=True):
+        is_live = 0 < row < 1 << 31 and 0 <= place < len(table) and 0 <= prefix <= most and 0 <= extend < 1 << 31
+        positions = range(max(prefix - window, 0) if window else 0, prefix if is_live else 0)
+        if stride <= 1:
+            yield len(positions)
+        else:
+            turn = int(step)
+            yield sum((p // STRIDE_BLOCK + turn) % stride == 0 or p == prefix - 1 for p in positions)
 
 
 def check_write_capacity(op: str, arguments: Mapping[str, Any], sizes: Sizes) -> None:

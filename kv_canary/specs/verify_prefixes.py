@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -23,8 +26,19 @@ from kv_canary.specs.arguments import (
     WRITE_PLAN,
 )
 from kv_canary.specs.interface import KernelSpec, StructSpec, TensorSpec
-from kv_canary.specs.plan import check_write_capacity
+from kv_canary.specs.plan import check_write_capacity, entry_counts
 from kv_canary.specs.structures import ResolvedSlots
+
+
+def _has_one_outcome(arguments: Mapping[str, Any]) -> bool:
+    """Whether a batch that is said to be laid out is laid out as it is."""
+    if arguments["laid_out"] is None:
+        return True
+    strides = arguments["strides"]
+    longest = 1 if strides is None else max([1, *strides.tolist()])
+    offsets = list(itertools.accumulate(entry_counts(arguments), initial=0))
+    return [*arguments["laid_out"].tolist(), int(arguments["laid_out_stride"])] == [*offsets, longest]
+
 
 SPEC = KernelSpec(
     name="verify_prefixes",
@@ -32,7 +46,8 @@ SPEC = KernelSpec(
 
     What it checks, writes and reports is what `plan` and then `verify` do with a plan as long as `resolved`, but no
     plan is made: `resolved` keeps where the entries were found, for `verify_resolved`. `counters[tag]` grows by
-    (1, entries).
+    (1, entries). A batch that `open_step` has laid out need not be laid out again; what says how must be that
+    batch's, and is believed.
     """,
     arguments={
         **BATCH,
@@ -45,6 +60,16 @@ SPEC = KernelSpec(
         "endpoint": ENDPOINT,
         "anchors": ANCHORS,
         "track_lifetime": TRACK_LIFETIME,
+        "laid_out": TensorSpec(
+            dtype=torch.int64,
+            shape=("bs+1",),
+            optional=True,
+            with_="laid_out_stride",
+            doc="entry_offsets of the batch, of `open_step`; None: they are found here",
+        ),
+        "laid_out_stride": TensorSpec(
+            dtype=torch.int64, shape=(1,), optional=True, with_="laid_out", doc="longest_stride of the batch, likewise"
+        ),
         "resolved": StructSpec(type=ResolvedSlots, role="out", doc="where the entries were found"),
         "write_plan": WRITE_PLAN,
         "status": STATUS,
@@ -53,4 +78,5 @@ SPEC = KernelSpec(
         "longest_stride": TensorSpec(dtype=torch.int64, shape=(1,), role="scratch", doc="of the batch"),
     },
     checks=(partial(check_write_capacity, "verify_prefixes"),),
+    has_one_outcome=_has_one_outcome,
 )

@@ -16,7 +16,17 @@ from kv_canary.difftest.strategies import cases
 from kv_canary.specs import all_specs, get_spec
 
 # The interpreter takes longest for the calls of these; where few are asked for, it gets a third of them.
-SLOW = ("chain_tails", "plan", "seal", "verify", "verify_prefixes", "verify_resolved", "verify_seals", "write")
+SLOW = (
+    "chain_tails",
+    "open_step",
+    "plan",
+    "seal",
+    "verify",
+    "verify_prefixes",
+    "verify_resolved",
+    "verify_seals",
+    "write",
+)
 FEW = 30
 # Calls of each op that are refused and saved: what these are held against is the spec, and any call has all of it.
 OTHERS = 8 if settings.default.max_examples <= FEW else 20

@@ -193,3 +193,49 @@ def test_mix_is_the_published_one() -> None:
     assert mix(torch.tensor([0])).item() == signed(0xE220A8397B1DCDAF)
     values = [0, 1, -1, 1 << 62, -(1 << 63)]
     assert mix(torch.tensor(values)).tolist() == [signed(splitmix64(v % TWO64)) for v in values]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_is_opened_from_numbers_that_lie_together(backend: str, device: torch.device) -> None:
+    # Rows 2 and 3 go on by a token each, 300 at position 1 and 9 at position 0; rows 3 and 2 have 40 and 33 cached,
+    # and padding is between them.
+    words = torch.tensor([300, 9, 0, 1, 2, 2, 3, 1, 0, 3, 0, 2, 40, 5, 33, 1, 1, 1, 3, 1, 2, 7, 0], device=device)
+    flat, offsets, rows, starts, batch, prefix, extend, strides, step, spare = words.split(
+        [2, 3, 2, 2, 3, 3, 3, 3, 1, 1]
+    )
+    first = signed((0x6B765F63616E6172 * 0x9E3779B97F4A7C15 + splitmix64(7)) % TWO64)
+    tails = torch.tensor([0, 0, first, 5], device=device)
+    pool = torch.zeros(4, 2, dtype=torch.int32, device=device)
+    copy = torch.ones_like(words)
+    entry_offsets = torch.ones(4, dtype=torch.int64, device=device)
+    longest_stride = torch.zeros(1, dtype=torch.int64, device=device)
+    status = torch.ones(1, dtype=torch.int32, device=device)
+    kc.ops.open_step(
+        words=words,
+        copy=copy,
+        flat=flat,
+        offsets=offsets,
+        advance_rows=rows,
+        starts=starts,
+        tails=tails,
+        pool=pool,
+        status=status,
+        rows=batch,
+        prefix_lens=prefix,
+        extend_lens=extend,
+        req_to_token=torch.zeros(4, 50, dtype=torch.int32, device=device),
+        strides=strides,
+        step=step,
+        entry_offsets=entry_offsets,
+        longest_stride=longest_stride,
+        backend=backend,
+    )
+    assert copy.tolist() == words.tolist()
+    assert spare.tolist() == [0]
+    second = signed((0x6B765F63616E6172 * 0x9E3779B97F4A7C15 + splitmix64(9)) % TWO64)
+    assert tails.tolist() == [0, 0, expected_chains()[1], second]
+    assert pool.tolist() == [[0, 0], [0, 0], [0, 300], [9, 0]]
+    # Of row 3 every third block of 16 positions, whose number and 7 make a multiple of 3: the last one, of 8. Of row 2
+    # every second one: that of 16 in the middle, and the last position.
+    assert entry_offsets.tolist() == [0, 8, 8, 25]
+    assert (longest_stride.item(), status.item()) == (3, 0)

@@ -16,7 +16,8 @@ COUNTS = {
     "seal": 2,
     "verify_seals": 2,
     "plan": 5,
-    "verify_prefixes": 5,
+    "verify_prefixes": 8,
+    "open_step": 9,
     "verify_resolved": 7,
 }
 

@@ -45,12 +45,14 @@ def test_what_is_not_on_its_way_to_a_gpu_is_not_pinned(device: str) -> None:
 
 
 def test_words_come_to_the_host_and_go_from_there() -> None:
-    words, there = HostWords(3, torch.device("cpu")), torch.zeros(3, dtype=torch.int64)
+    words = HostWords(3, torch.device("cpu"))
     assert words.host.tolist() == [0, 0, 0]
     words.bring(torch.tensor([1, 2, 3]))
     assert words.host.tolist() == [1, 2, 3]
-    words.send(there)
-    assert there.tolist() == [1, 2, 3]
+    there = words.send()
+    words.host[0] = 7
+    assert words.send() is there
+    assert there.tolist() == [7, 2, 3]
 
 
 def test_a_gpu_reads_and_writes_the_hosts_words_by_kernels() -> None:
@@ -69,17 +71,21 @@ def test_a_gpu_reads_and_writes_the_hosts_words_by_kernels() -> None:
     assert named == {"device": torch.device("cuda", 1)}
     with mock.patch.object(torch.Tensor, "copy_", side_effect=AssertionError("a copy engine's copy")):
         words.bring(torch.tensor([4, 5]))
-        words.send(there := torch.zeros(2, dtype=torch.int64))
+        there = words.send()
     assert words.host.tolist() == there.tolist() == [4, 5]
 
 
 @pytest.mark.parametrize("why", ["another address", RuntimeError, TypeError, ValueError])
 def test_what_a_gpu_cannot_read_in_place_is_copied(why: Any) -> None:
-    seen, copy, there = (torch.zeros(2, dtype=torch.int64) for _ in range(3))
+    seen, copy = (torch.zeros(2, dtype=torch.int64) for _ in range(2))
     with mock.patch.object(host, "pinned", return_value=seen), mock.patch.object(torch, "as_tensor") as read:
         read.side_effect = [copy] if isinstance(why, str) else why("not here")
         words = HostWords(2, torch.device("cuda", 1))
     words.bring(torch.tensor([4, 5]))
-    words.send(there)
+    with mock.patch.object(torch, "zeros_like", return_value=torch.zeros(2, dtype=torch.int64)) as made:
+        there = words.send()
+        words.host[0] = 4
+        assert words.send() is there is not seen
+    made.assert_called_once_with(seen, device=torch.device("cuda", 1))
     assert words.host.tolist() == there.tolist() == [4, 5]
     assert copy.tolist() == [0, 0]

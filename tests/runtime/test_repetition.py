@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import kv_canary as kc
+from kv_canary import ops
 from kv_canary.observers import Observer
 from kv_canary.runtime import forward as forward_module
 from kv_canary.runtime import replays as replays_module
@@ -299,6 +300,57 @@ def test_repetitions_leave_what_forwards_leave_that_are_begun_anew(
     assert summary.watching == "complete"
     if "stride" not in options:
         assert summary.positions_verified == summary.positions_relied_on > 0
+
+
+@pytest.mark.parametrize("windows", [(0,), (16, 0)], ids=str)
+def test_a_repeated_step_begins_with_one_launch(
+    rounds: bool, windows: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It copies, brings rows up and lays out the first group's batch, which HEAD of that group is told."""
+    engine, made = Decoder(repeats=True, windows=windows), list[tuple[str, bool]]()
+    life(engine)
+
+    def noted(op: Callable[..., None], name: str) -> Callable[..., None]:
+        def call(**arguments: Any) -> None:
+            made.append((name, arguments.get("laid_out") is not None))
+            op(**arguments)
+
+        return call
+
+    for name in ("open_step", "chain_tails", "verify_prefixes", "write", "verify_resolved"):
+        monkeypatch.setattr(ops, name, noted(getattr(ops, name), name))
+    repeated = engine.repeated
+    engine.decode()
+    assert engine.repeated == repeated + 1
+    heads = [("verify_prefixes", not i) for i in range(len(windows))]
+    tails = [*[("write", False)] * len(windows), *[("verify_resolved", False)] * len(windows)]
+    assert made == [("open_step", False), *heads, *tails]
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+def test_a_step_that_cannot_be_opened_goes_by_unwatched_and_its_rows_start_anew(
+    rounds: bool, behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Decoder(repeats=True)
+    life(engine)
+    with monkeypatch.context() as patch:
+        real = ops.open_step
+
+        def fail(**arguments: Any) -> None:
+            if behind:
+                real(**arguments)
+            raise RuntimeError("not now")
+
+        patch.setattr(ops, "open_step", fail)
+        engine.decode()
+    assert engine.manager.summary().skipped == 1
+    engine.decode(4)
+    engine.manager.flush()
+    # What goes by unwatched has no records, and is taken in anew.
+    assert not engine.manager.reports
+    repeated = engine.repeated
+    engine.decode()
+    assert engine.repeated == repeated + 1
 
 
 @pytest.mark.parametrize("fault", [None, "input_ids", "lengths"])

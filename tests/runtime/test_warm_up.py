@@ -31,7 +31,7 @@ def run(kind: str) -> dict[str, Any]:
 
 
 # What a cold start compiles, of one group; of an engine with a window's beside it.
-MOST_KERNELS = {"window": 52, "ring": 60}
+MOST_KERNELS = {"window": 56, "ring": 64}
 KINDS = ["given", "plain", "window", "sealed", "writes", "both", "rows", "pending", "ring"]
 
 
@@ -42,4 +42,4 @@ def test_a_soak_of_varied_sizes_compiles_nothing_after_the_warm_up(kind: str) ->
     assert result["failures"] == {}
     assert result["forwards"] == 60
     assert [x["name"] for x in result["after"]] == [], result["after"]
-    assert len(result["warm_up"]) <= MOST_KERNELS.get(kind, 50), Counter(result["warm_up"])
+    assert len(result["warm_up"]) <= MOST_KERNELS.get(kind, 54), Counter(result["warm_up"])

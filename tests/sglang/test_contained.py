@@ -229,7 +229,10 @@ def without(w: batches.Noted, req: Any) -> batches.Noted:
 
 # --- failures of the canary's own ---------------------------------------------------------------------------------
 
-OPS = ("plan", "verify", "verify_prefixes", "verify_resolved", "write", "chain_tails", "scatter_token_ids", "retire")
+OPS = (
+    *("plan", "verify", "verify_prefixes", "verify_resolved", "write"),
+    *("chain_tails", "open_step", "scatter_token_ids", "retire"),
+)
 
 
 class OwnFailureError(RuntimeError):
