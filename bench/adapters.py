@@ -292,6 +292,7 @@ def measure(engine: str, batch: str, requests: int, folder: Path, *, caches: str
     # The process is this measurement's alone.
     mock.patch.object(CanaryContext, "new_replays", lambda _: Replays(lambda launch: launch)).start()  # noqa: PT008
     mock.patch.object(SingleForwardManager, "_launch_head", _count_head).start()
+    mock.patch.object(SingleForwardManager, "_opened_head", lambda forward, *_: lambda: _count_head(forward)).start()
     mock.patch.object(SingleForwardManager, "_launch_tail", _count_tail).start()
     mock.patch.object(Retirement, "_launch", _mark_nothing).start()
     mock.patch.object(SingleForwardManager, "repeat", counted).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -271,6 +272,8 @@ def _count(monkeypatch: pytest.MonkeyPatch, kind: str, requests: int, counter: t
     model = make_model(kind)
     with monkeypatch.context() as patch:
         patch.setattr(SingleForwardManager, "_launch_head", _launched("head_tag", 1))
+        head = _launched("head_tag", 1)
+        patch.setattr(SingleForwardManager, "_opened_head", lambda forward, *_: functools.partial(head, forward))
         patch.setattr(SingleForwardManager, "_launch_tail", _launched("tail_tag", 2))
         patch.setattr(SingleForwardManager, "repeat", seen)
         for name in ("_before", "_after"):

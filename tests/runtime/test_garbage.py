@@ -85,6 +85,7 @@ def survivors(decoder: Decoder, steps: int, *, repeats: bool) -> float:
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let forwards launch nothing: what they find is not what is looked at here."""
     monkeypatch.setattr("kv_canary.runtime.forward.SingleForwardManager._launch_head", lambda self: None)
+    monkeypatch.setattr("kv_canary.runtime.forward.SingleForwardManager._opened_head", lambda *_: lambda: None)
     monkeypatch.setattr("kv_canary.runtime.forward.SingleForwardManager._launch_tail", lambda self: None)
     monkeypatch.setattr("kv_canary.runtime.forward.SingleForwardManager.launches", {})
 
