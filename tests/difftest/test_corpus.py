@@ -30,7 +30,7 @@ def test_knows_a_failure_of_every_op_of_engines() -> None:
 
 def test_add_keeps_the_call_and_how_it_failed(tmp_path: Path) -> None:
     spec = get_spec("retire")
-    call = {"slots": torch.tensor([3]), "owner": 1, "step": torch.tensor([2])}
+    call = {"slots": torch.tensor([3]), "owner": torch.tensor([1]), "step": torch.tensor([2])}
     call["records"] = (torch.ones(4, 4, dtype=torch.int64),)
     output = {"records[0]": torch.ones(128, dtype=torch.uint8)}
     mismatch = Mismatch(

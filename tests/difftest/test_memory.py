@@ -467,7 +467,7 @@ def test_giant_calls_take_turns_on_a_gpu(
 
 
 def test_rows_far_apart_are_shown_as_such() -> None:
-    call = {"slots": torch.tensor([3]), "owner": 1, "step": torch.tensor([2])}
+    call = {"slots": torch.tensor([3]), "owner": torch.tensor([1]), "step": torch.tensor([2])}
     call["records"] = (apart(torch.zeros(5, 4, dtype=torch.int64), FAR), torch.zeros(5, 4, dtype=torch.int64))
     mismatch = Mismatch(Outcome.CRASHED, op="retire", backend="triton")
     console = Console(width=200, record=True, file=io.StringIO())

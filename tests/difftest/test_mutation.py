@@ -173,7 +173,7 @@ def retired(backend: str) -> list[int]:
     """The slots, of 1 to 5, that an implementation retires."""
     records = torch.ones(6, 4, dtype=torch.int64)
     function = implementation("retire", backend)
-    function(slots=torch.arange(1, 6), owner=1, step=torch.tensor([2]), records=(records,))
+    function(slots=torch.arange(1, 6), owner=torch.tensor([1]), step=torch.tensor([2]), records=(records,))
     return (records[:, 3] < 0).nonzero().view(-1).tolist()
 
 

@@ -31,7 +31,7 @@ Path(__file__).with_name("it ran").touch()
 
 
 def retire_call(rows: int = 4) -> dict[str, Any]:
-    call: dict[str, Any] = {"slots": torch.tensor([3]), "owner": 1, "step": torch.tensor([2])}
+    call: dict[str, Any] = {"slots": torch.tensor([3]), "owner": torch.tensor([1]), "step": torch.tensor([2])}
     call["records"] = (torch.zeros(rows, 4, dtype=torch.int64),)
     return call
 
