@@ -120,8 +120,10 @@ def owner_after(op: str) -> int:
     """The owner that the Triton implementation stamps on slot 1, called with owner 5."""
     records, slots = torch.ones(2, 4, dtype=torch.int64), torch.tensor([1])
     staged = torch.zeros(1, 4, dtype=torch.int64)
-    inputs = {"slots": slots} if op == "retire" else {"src": slots, "dst": slots, "staged": staged}
-    implementation(op, "triton")(**inputs, owner=5, step=torch.tensor([2]), records=(records,))
+    inputs: dict[str, Any] = {"slots": slots, "owner": torch.tensor([5])}
+    if op == "move":
+        inputs = {"src": slots, "dst": slots, "staged": staged, "owner": 5}
+    implementation(op, "triton")(**inputs, step=torch.tensor([2]), records=(records,))
     return int(records[1, 3]) & OWNER_MASK
 
 
