@@ -203,7 +203,7 @@ class BatchRequests(Sequence[ForwardRequest]):
         following._first = (self, 1) if first is None else (first[0], first[1] + 1)
         # Else each would keep all before it.
         self.previous = None
-        if before is not None and before._first is not None:
+        if before is not None and before._first is not None and before.newest_of_all is not None:
             # Steps are remembered and seldom asked: the first of these tells what the others had.
             del before.prefix, before.ends
             before.newest_of_all = None

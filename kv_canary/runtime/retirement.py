@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kv_canary import ops
+from kv_canary.constants import OWNER_MASK
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.host import aligned
 from kv_canary.runtime.pools import KvPool
@@ -34,6 +35,8 @@ class Retirement:
     def retire(self, pool: KvPool, slots: torch.Tensor, *, owner: int) -> None:
         """Mark the records of int64 `slots` of `pool`, which lie on the canary's device, as freed by `owner`."""
         count = len(slots)
+        # The bits that a record holds: a larger number may be none of 64 bits.
+        owner &= OWNER_MASK
         if owner != self._owner_there:
             self._owner.fill_(owner)
             self._owner_there = owner

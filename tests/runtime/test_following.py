@@ -94,6 +94,15 @@ def test_steps_that_are_remembered_keep_no_arrays_and_tell_their_lengths_all_the
         assert [(r.prefix_len, r.extend_len) for r in step] == [(4 + n, 1), (9 + n, 1)]
 
 
+def test_a_step_may_be_followed_by_two_of_which_one_is_not_run() -> None:
+    first = decode(composed(1, 2), 4, 9)
+    second = first.following(np.array([0, 0]))
+    dropped, third = (second.following(np.array([n, n])) for n in (1, 2))
+    for last in (dropped, third):
+        assert same(last.following(np.array([3, 3])), decode(first.composition, 7, 12))
+    assert same(second, decode(first.composition, 5, 10))
+
+
 def test_what_follows_is_in_the_same_rows_of_the_tables() -> None:
     composition, at, places = composed(3, 5), np.array([7, 20]), np.array([1, 0])
     first = BatchRequests(composition, prefix=at, extend=np.ones_like(at), newest=at, table_rows=places)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -433,6 +434,33 @@ def spoil(engine: Decoder, row: int = 2, position: int = 5) -> None:
     assert source is not None
     for layer in source.layers:
         layer.view(512, -1)[slot] = 99
+
+
+def test_the_words_of_several_repeated_steps_are_read_together_and_none_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in log mode on a GPU: each step is counted, and what one has found is told of that step."""
+    at_once, together = decoding(), decoding()
+    # Words wait until then, or until a lap is needed again.
+    monkeypatch.setattr(together.manager._steps, "_most_unread", 8)
+    looks = {engine: list[int]() for engine in (at_once, together)}
+    for engine, seen in looks.items():
+
+        def look(engine: Decoder = engine, seen: list[int] = seen, **options: Any) -> None:
+            seen.append(engine.manager.context.step)
+            type(engine.manager._steps).look(engine.manager._steps, **options)
+
+        monkeypatch.setattr(engine.manager._steps, "look", look)
+        engine.decode(10)
+        spoil(engine)
+        engine.decode(10)
+        assert (engine.begun, engine.repeated) == (0, 20)
+        assert max(b - a for a, b in itertools.pairwise(seen)) <= 9
+        engine.manager.flush()
+    assert len(looks[together]) < len(looks[at_once]) / 2
+    reports = [[(r.step, r.request_id, r.reasons) for r in engine.manager.reports] for engine in looks]
+    assert reports[0] == reports[1] != []
+    assert together.manager.summary() == at_once.manager.summary()
 
 
 def test_what_is_damaged_between_repetitions_is_found_and_named() -> None:

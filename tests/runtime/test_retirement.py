@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kv_canary as kc
+from kv_canary.constants import OWNER_MASK
 from kv_canary.runtime import retirement
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.replays import Replays
@@ -37,8 +38,10 @@ def test_sizes_that_grow_and_shrink_leave_nothing_behind(most: int, monkeypatch:
             pool.records[1:256, 0] = step
             pool.records[1:256, 1:] = 7
         freed = torch.tensor(draw.sample(slots, draw.choice([1, 3, 16, 17, 40, 65, 200])))
-        owner = draw.choice([0, 0, 0, 9])
+        owner = draw.choice([0, 0, 0, 9, (1 << 64) + 9])
         for pool, each in zip(pools, (plain, replayed), strict=True):
             each.retire(pool, freed, owner=owner)
         assert torch.equal(pools[0].records, pools[1].records)
-        assert int((pools[1].records[:, -1] < 0).sum()) == len(freed)
+        retired = pools[1].records[:, -1][pools[1].records[:, -1] < 0]
+        assert len(retired) == len(freed)
+        assert ((retired & OWNER_MASK) == owner & OWNER_MASK).all()
