@@ -373,9 +373,11 @@ def find_entries(batch, tables, tokens, entry_offsets_ptr, longest_stride_ptr, f
             apart = tl.where(in_block, nth % _STRIDE_BLOCK == 0, position != next_block * _STRIDE_BLOCK)
             begins = begins | ((stride > 1) & apart)
 
-    # valid: 0 <= start <= position < prefix <= max_len
-    slot, lut_bad = look_up(tables, table_row, position, valid)
-    has_previous = valid & (position > start)
+    # What says how the batch is laid out may be another batch's: such a position is looked up nowhere.
+    inside = valid & (position >= start) & (position < prefix)
+    # inside: 0 <= start <= position < prefix <= max_len
+    slot, lut_bad = look_up(tables, table_row, position, inside)
+    has_previous = inside & (position > start)
     previous, _ = look_up(tables, table_row, position - 1, has_previous)
     previous = tl.where(position == start, _UNCHECKED, previous)
     previous = tl.where(position == 0, _HEAD_OF_CHAIN, previous)

@@ -47,7 +47,7 @@ SPEC = KernelSpec(
     What it checks, writes and reports is what `plan` and then `verify` do with a plan as long as `resolved`, but no
     plan is made: `resolved` keeps where the entries were found, for `verify_resolved`. `counters[tag]` grows by
     (1, entries). A batch that `open_step` has laid out need not be laid out again; what says how must be that
-    batch's, and is believed.
+    batch's. Another's makes what is found worthless, but nothing past a request's prefix is looked up.
     """,
     arguments={
         **BATCH,

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 
 import kv_canary as kc
+from kv_canary import ops
 from kv_canary.difftest.memory import room_for
 from kv_canary.difftest.runner import launch
 from kv_canary.difftest.strategies import cases
@@ -131,3 +132,30 @@ def test_planning_and_verifying_in_one_is_doing_both(backend: str, device: torch
     check()
     assert seen["entries"]
     assert seen["violations"]
+
+
+def test_a_layout_of_another_batch_looks_nothing_up_beside_the_prefix(device: torch.device) -> None:
+    """The request that has grown since: its third entry would be the next row of the table, its fourth past the end."""
+    whole = torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int32, device=device)
+    table, rows = whole[:2], torch.tensor([1], device=device)
+    endpoint = kc.Endpoint(tag=kc.Tag.HEAD_FULL, records=torch.zeros(8, 4, dtype=torch.int64, device=device))
+    resolved = kc.ResolvedSlots.allocate(entry_cap=8, device=device)
+    ops.verify_prefixes(
+        backend="triton",
+        rows=rows,
+        prefix_lens=torch.tensor([2], device=device),
+        extend_lens=torch.tensor([1], device=device),
+        req_to_token=table,
+        step=torch.tensor([1], device=device),
+        endpoint=endpoint,
+        laid_out=torch.tensor([0, 4], device=device),
+        laid_out_stride=torch.tensor([1], device=device),
+        resolved=resolved,
+        write_plan=kc.WritePlan.allocate(write_cap=1, device=device),
+        status=torch.zeros(1, dtype=torch.int32, device=device),
+        violations=kc.ViolationLog.allocate(ring_cap=8, device=device),
+        counters=torch.zeros(len(kc.Tag), 2, dtype=torch.int64, device=device),
+        entry_offsets=torch.zeros(2, dtype=torch.int64, device=device),
+        longest_stride=torch.zeros(1, dtype=torch.int64, device=device),
+    )
+    assert resolved.entries[:4, 0].tolist() == [3, 4, 0, 0]
