@@ -9,7 +9,8 @@ import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import getitem
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from kv_canary.runtime.composition import BatchRequests, Composition, Int64s
 from kv_canary.runtime.context import CanaryContext
 from kv_canary.runtime.forward import SingleForwardManager
 from kv_canary.runtime.replays import MAX_GRAPHS, RUNS_BEFORE_CAPTURE, RUNS_BEFORE_EXCHANGE, Launch, Replays
+from kv_canary.runtime.steps import Steps
 
 from .engine import MAX_LEN, MAX_ROWS, make_pool
 
@@ -461,6 +463,15 @@ def test_the_words_of_several_repeated_steps_are_read_together_and_none_is_lost(
     reports = [[(r.step, r.request_id, r.reasons) for r in engine.manager.reports] for engine in looks]
     assert reports[0] == reports[1] != []
     assert together.manager.summary() == at_once.manager.summary()
+
+
+@pytest.mark.parametrize(("mode", "device", "most"), [("log", "cuda", 8), ("raise", "cuda", 0), ("log", "cpu", 0)])
+def test_words_wait_to_be_read_in_log_mode_on_a_gpu_alone(mode: str, device: str, most: int) -> None:
+    """Who is to raise does so at the next step, and on a CPU there is nothing to wait for."""
+    context = SimpleNamespace(device=SimpleNamespace(type=device), config=SimpleNamespace(mode=mode), state=None)
+    parts = "accounts budget costs unverified sweeper scrub audits handed perturber ranks"
+    steps = Steps(cast("CanaryContext", context), **dict.fromkeys(parts.split(), cast("Any", None)))
+    assert steps._most_unread == most
 
 
 def test_what_is_damaged_between_repetitions_is_found_and_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,6 +120,34 @@ def test_going_round_finds_it_in_a_while() -> None:
     assert scrub is not None
     assert scrub.verified > 0
     assert scrub.unsealed == 0
+
+
+def test_one_piece_of_sixteen_is_timed_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events cost the host more than the rest of a piece; a piece whose events are not over is waited for by none."""
+    engine = sealed_engine(scrub_share=1.0)
+    engine.step((engine.add("a", 40), 9))
+    scrub, timed = engine.manager._steps.scrub, list[int]()
+
+    class Timer:
+        is_over = False
+
+        def __init__(self, device: torch.device) -> None:
+            timed.append(piece)
+
+        def span(self) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
+
+        def seconds(self) -> float | None:
+            return 0.5 if self.is_over else None
+
+    monkeypatch.setattr(seals, "DeviceTimer", Timer)
+    monkeypatch.setattr(scrub, "_on_gpu", True)
+    before = scrub._bandwidth
+    for piece in range(40):
+        Timer.is_over = piece >= 20
+        scrub.piece()
+        assert (scrub._bandwidth == before) == (piece < 20)
+    assert timed == [0, 20, 36]
 
 
 def test_rounds_and_their_age_are_told() -> None:
