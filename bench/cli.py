@@ -258,7 +258,7 @@ def _together(sources: tuple[Path, ...]) -> dict[str, Any]:
             if other[name] != result[name]:
                 raise click.UsageError(f"--from takes results of one {name}: {source} has {other[name]}")
         known = {row["case"] for row in result["cases"]}
-        of = {name: other[name] for name in ("commit", "date") if name in other}
+        of = {name: other[name] for name in ("commit", "date", "sources") if name in other}
         result["cases"] += [{**of, **row} for row in other["cases"] if row["case"] not in known]
         result["failed"] += other["failed"]
     return dict(result)

@@ -194,7 +194,20 @@ def test_a_result_of_several_runs_is_as_old_as_the_oldest(checkout: Path) -> Non
         keep(checkout / "bench/results", [new, {"figure": 1}, {"commit": "def5678", "sources": older}])
         (result,) = run("--write")[2]
         assert "kernels" in result["changed"]
-        assert "measured on an older version (abc1234, def5678)" in (checkout / "docs/page.md").read_text()
+        assert "in part measured on an older version (def5678)" in (checkout / "docs/page.md").read_text()
+    keep(checkout / "bench/results", [{**new, "sources": older}, {"commit": "def5678", "sources": older}])
+    assert run("--write")[0] == 0
+    assert "CPU, measured on an older version (abc1234, def5678)" in (checkout / "docs/page.md").read_text()
+
+
+def test_a_case_that_another_run_has_measured_is_as_old_as_that(checkout: Path) -> None:
+    new = {"device": "CPU", "commit": "abc1234", "sources": evidence.digests("host")}
+    older = {"commit": "def5678", "sources": {**new["sources"], "kernels": "0" * 16}}
+    keep(checkout / "bench/results", {**new, "cases": [{"case": "a"}]})
+    assert run("--write")[2][0]["changed"] == []
+    keep(checkout / "bench/results", {**new, "cases": [{"case": "a"}, {"case": "b", **older}]})
+    assert run("--write")[2][0]["changed"] == ["kernels"]
+    assert "in part measured on an older version (def5678)" in (checkout / "docs/page.md").read_text()
 
 
 def test_without_a_checkout_it_is_misuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import importlib
 import io
 import json
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -289,16 +289,20 @@ class Result:
         name: of the file.
         commit: that it was measured at, as it says; "" where it does not.
         changed: the sources that have changed since; all of them where it has no digests.
+        older: the commits of what is of an older version, where that is not all of it.
     """
 
     kind: str
     name: str
     commit: str
     changed: tuple[str, ...]
+    older: str = ""
 
     @property
     def note(self) -> str:
         """The note that a page puts beside figures from it; "" where they are of this code."""
+        if self.older:
+            return f"in part measured on an older version ({self.older})"
         return f"measured on an older version ({self.commit or 'unknown commit'})" if self.changed else ""
 
 
@@ -318,13 +322,21 @@ def results() -> Iterator[Result]:
             for source in evidence.sources:
                 if source not in now:
                     now[source] = digest(read(source))
-            # Rows may have been measured at different times, and none of them is of a newer version than it says.
+            # Rows, and cases, may have been measured at different times, and none is of a newer version than it says.
             rows = content if isinstance(content, list) else [content]
+            rows = [*rows, *(case for row in rows if isinstance(cases := row.get("cases"), list) for case in cases)]
             told = [row for row in rows if "sources" in row] or rows[:1]
-            changed = tuple(
-                source
-                for source in evidence.sources
-                if any((row.get("sources") or {}).get(source) != now[source] for row in told)
+            differ = [[s for s in evidence.sources if (row.get("sources") or {}).get(s) != now[s]] for row in told]
+            changed = tuple(s for s in evidence.sources if any(s in sources for sources in differ))
+            older = [row for row, sources in zip(told, differ, strict=True) if sources]
+            yield Result(
+                kind=kind,
+                name=name,
+                commit=_commits(told),
+                changed=changed,
+                older=(_commits(older) or "unknown commit") if len(older) < len(told) and older else "",
             )
-            commits = dict.fromkeys(str(row.get("commit") or "") for row in told)
-            yield Result(kind=kind, name=name, commit=", ".join(filter(None, commits)), changed=changed)
+
+
+def _commits(rows: Iterable[Mapping[str, Any]]) -> str:
+    return ", ".join(filter(None, dict.fromkeys(str(row.get("commit") or "") for row in rows)))

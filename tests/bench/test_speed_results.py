@@ -243,7 +243,7 @@ def test_a_kept_result_is_shown_drawn_and_put_into_a_page(kept: Path, tmp_path: 
 
 
 def test_further_results_add_the_cases_that_the_first_lacks(kept: Path, tmp_path: Path) -> None:
-    whole = made_up() | {"date": "2026-05-04"}
+    whole = made_up() | {"date": "2026-05-04", "sources": {"kernels": "1234"}}
     part, rest, other = tmp_path / "part.json", tmp_path / "rest.json", tmp_path / "other.json"
     newer = [{**row, "ours_ms": 0.5} for row in whole["cases"][:2]]
     part.write_text(json.dumps(whole | {"commit": "newer", "cases": newer}))
@@ -252,7 +252,8 @@ def test_further_results_add_the_cases_that_the_first_lacks(kept: Path, tmp_path
     done = command("--from", part, "--from", rest, "--json", tmp_path / "all.json")
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "all.json").read_text())
-    older = [{"commit": "older", "date": "2026-05-03", **row} for row in whole["cases"][2:]]
+    of = {"commit": "older", "date": "2026-05-03", "sources": whole["sources"]}
+    older = [{**of, **row} for row in whole["cases"][2:]]
     assert result == whole | {"commit": "newer", "cases": newer + older}
     assert (
         f"commit newer measured 2026-05-04 (2 cases), older measured 2026-05-03 ({len(older)} cases)"
