@@ -179,7 +179,7 @@ def _where(result: Result) -> str:
         f"{result['device']}, {versions}, {measured_by(result, result['cases'])}",
         f"backend {result['backend']}, {result['mode']}, shapes {result['shapes']}",
         f"medians of {result['rounds']} rounds",
-        f"copy {result['copy_tb_s']:.3g} TB/s, an empty launch {_ms(result['empty_ms'])} ms",
+        f"copy {result['copy_tb_s']:.3g} TB/s, an undisturbed empty launch {_ms(result['empty_ms'])} ms",
     ]
     if result["peer"] is not None:
         words.append(peer_name(result))

@@ -329,12 +329,13 @@ def results() -> Iterator[Result]:
             differ = [[s for s in evidence.sources if (row.get("sources") or {}).get(s) != now[s]] for row in told]
             changed = tuple(s for s in evidence.sources if any(s in sources for sources in differ))
             older = [row for row, sources in zip(told, differ, strict=True) if sources]
+            in_part = 0 < len(older) < len(told)
             yield Result(
                 kind=kind,
                 name=name,
                 commit=_commits(told),
                 changed=changed,
-                older=(_commits(older) or "unknown commit") if len(older) < len(told) and older else "",
+                older=(_commits(older) or "unknown commit") if in_part else "",
             )
 
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 
 import kv_canary as kc
 from kv_canary import ops
+from kv_canary.constants import HEAD_OF_CHAIN, RUN_ENTRIES
 from kv_canary.difftest.memory import room_for
 from kv_canary.difftest.runner import launch
 from kv_canary.difftest.strategies import cases
@@ -135,11 +136,12 @@ def test_planning_and_verifying_in_one_is_doing_both(backend: str, device: torch
 
 
 def test_a_layout_of_another_batch_looks_nothing_up_beside_the_prefix(device: torch.device) -> None:
-    """The request that has grown since: its third entry would be the next row of the table, its fourth past the end."""
-    whole = torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int32, device=device)
-    table, rows = whole[:2], torch.tensor([1], device=device)
+    """Entries before the request's first, and behind its last two, which would be the memory behind the table."""
+    n = RUN_ENTRIES + 3
+    table = torch.arange(1, 2 * n + 1, dtype=torch.int32, device=device).view(n, 2)[:2]
+    rows = torch.tensor([1], device=device)
     endpoint = kc.Endpoint(tag=kc.Tag.HEAD_FULL, records=torch.zeros(8, 4, dtype=torch.int64, device=device))
-    resolved = kc.ResolvedSlots.allocate(entry_cap=8, device=device)
+    resolved = kc.ResolvedSlots.allocate(entry_cap=n, device=device)
     ops.verify_prefixes(
         backend="triton",
         rows=rows,
@@ -148,14 +150,16 @@ def test_a_layout_of_another_batch_looks_nothing_up_beside_the_prefix(device: to
         req_to_token=table,
         step=torch.tensor([1], device=device),
         endpoint=endpoint,
-        laid_out=torch.tensor([0, 4], device=device),
+        laid_out=torch.tensor([1, n], device=device),
         laid_out_stride=torch.tensor([1], device=device),
         resolved=resolved,
         write_plan=kc.WritePlan.allocate(write_cap=1, device=device),
         status=torch.zeros(1, dtype=torch.int32, device=device),
-        violations=kc.ViolationLog.allocate(ring_cap=8, device=device),
+        violations=kc.ViolationLog.allocate(ring_cap=n, device=device),
         counters=torch.zeros(len(kc.Tag), 2, dtype=torch.int64, device=device),
         entry_offsets=torch.zeros(2, dtype=torch.int64, device=device),
         longest_stride=torch.zeros(1, dtype=torch.int64, device=device),
     )
-    assert resolved.entries[:4, 0].tolist() == [3, 4, 0, 0]
+    assert resolved.entries[:, 0].tolist() == [0, 3, 4, *[0] * RUN_ENTRIES]
+    # Nor the slot before the first of the next run.
+    assert resolved.runs[[0, 1, RUN_ENTRIES], 0].tolist() == [0, HEAD_OF_CHAIN, 0]
