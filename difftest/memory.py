@@ -72,7 +72,8 @@ def guarded(
 
     Outputs are poisoned with a pattern that is the same in every run, so that bytes left untouched compare equal;
     scratch, guard zones and gaps in inputs are filled with the pattern of run `fill`: around integers small numbers
-    where it is odd, else any bytes. With `keeps_scratch`, scratch that is not giant holds what it does in `arguments`.
+    where it is odd, else any bytes; around each tensor others, so that what is copied from beside one shows beside
+    another. With `keeps_scratch`, scratch that is not giant holds what it does in `arguments`.
 
     Around every row of a giant tensor up to `GUARD_BYTES` of the gap on each side are guard bytes; what lies further
     from the rows is neither filled nor compared. On the CPU a row costs the pages it lies in; a GPU has no storage
@@ -112,11 +113,12 @@ def _place(leaf: Leaf, device: torch.device, fill: int, *, keeps_scratch: bool) 
     """Return a copy of the leaf in a span of its own, filled and compared as a whole."""
     tensor = leaf.tensor.cpu()
     num_bytes = span_bytes(tensor)
-    raw = _pattern(2 * GUARD_BYTES + 16 + num_bytes, seed=fill)
+    around = fill + _seed_of(leaf)
+    raw = _pattern(2 * GUARD_BYTES + 16 + num_bytes, seed=around)
     start = start_of(raw, at_least=GUARD_BYTES, phase=tensor.data_ptr() % 16, item=tensor.element_size())
     end = start + num_bytes
     if fill % 2 and leaf.tensor.dtype in (torch.int32, torch.int64):
-        _make_plausible(raw, start, leaf.tensor, seed=fill)
+        _make_plausible(raw, start, leaf.tensor, seed=around)
     if leaf.role == "out":
         raw[start:end] = _pattern(num_bytes, seed=_seed_of(leaf))
     elif (leaf.role != "scratch" or keeps_scratch) and num_bytes:
@@ -160,7 +162,7 @@ def _place_giant(leaf: Leaf, device: torch.device, fill: int) -> tuple[torch.Ten
         raw.as_strided((num_rows - 1, before), (stride, 1), start + stride - before),
     )
     lengths = [guard.numel() for guard in guards]
-    guards_before = _pattern(sum(lengths), seed=fill).split(lengths)
+    guards_before = _pattern(sum(lengths), seed=fill + _seed_of(leaf)).split(lengths)
     for guard, pattern in zip(guards, guards_before, strict=True):
         guard.copy_(pattern.view(guard.shape))
     span = Span(leaf=leaf, body=rows, body_before=content, guards=guards, guards_before=guards_before)

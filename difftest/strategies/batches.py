@@ -61,6 +61,9 @@ def make_hostile(
     num_rows, width = batch.num_rows, batch.width
     batch.rows = replace_some(draw, batch.rows, (*HOSTILE, num_rows))
     batch.rows = replace_some(draw, batch.rows, (num_rows,), most=1)
+    if batch.size > 300 or (batch.size > 1 and often(draw, 3)):
+        # One that has no entry, behind all that have; of very many, entries are looked for as far as there.
+        batch.rows[-1] = draw(st.sampled_from((*HOSTILE, num_rows)))
     batch.prefix = replace_some(draw, batch.prefix, (*HOSTILE, width + 1))
     batch.extend = replace_some(draw, batch.extend)
     for _ in range(draw(st.sampled_from([0, 0, 1, 5]))):
@@ -81,6 +84,17 @@ def damage_cells(draw: Any, batch: Batch, table: npt.NDArray[np.int32], num_slot
             row, p = cached[draw(st.integers(0, len(cached) - 1))]
             position = draw(st.one_of(st.just(p - 1), st.integers(0, p - 1)))
             table[row, position // batch.page_size] = draw(bad)
+
+
+def damage_lut(draw: Any, batch: Batch, table: npt.NDArray[np.int32], lut: npt.NDArray[np.int64]) -> None:
+    """Damage what a LUT holds for a cell that a live request relies on."""
+    cached = batch.cached
+    if cached:
+        row, p = cached[draw(st.integers(0, len(cached) - 1))]
+        position = draw(st.one_of(st.just(p - 1), st.integers(0, p - 1)))
+        slot = int(table[row, position // batch.page_size]) * batch.page_size + position % batch.page_size
+        if 0 <= slot < len(lut):
+            lut[slot] = draw(st.sampled_from(HOSTILE))
 
 
 def draw_where(

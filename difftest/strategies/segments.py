@@ -24,6 +24,10 @@ def segments(draw: Any) -> dict[str, Any]:
     longest = st.sampled_from([513, 600, 1025, 1100, 2049, 4097, 4100, 8200]) if alone else lengths(longest=4097)
     lens = [draw(longest) for _ in range(min(bs, 8))]
     lens += [int(n) for n in rng.integers(0, 4, bs - len(lens))]
+    if bs > 1 and often(draw, 4):
+        # One token each, but for one that has none, and a later one that has its token.
+        lens, other = [1] * bs, draw(st.integers(1, bs - 1))
+        lens[draw(st.integers(0, other - 1))], lens[other] = 0, 2
     num_rows = bs + 1 + draw(st.integers(0, 2))
     rows = [int(r) for r in rng.permutation(np.arange(1, num_rows))[:bs]]
     for _ in range(draw(st.integers(0, 2)) if bs > 1 else 0):

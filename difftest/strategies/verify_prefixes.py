@@ -13,6 +13,7 @@ from kv_canary.constants import Tag
 from kv_canary.difftest.strategies.batches import (
     Batch,
     damage_cells,
+    damage_lut,
     draw_padding,
     draw_strides,
     draw_tokens,
@@ -58,6 +59,8 @@ def cases(draw: Any, *, giant: bool | None = None) -> dict[str, Any]:
         make_hostile(draw, batch, table, lut, num_full)
     if not often(draw, 3):
         damage_cells(draw, batch, table, num_full)
+    if lut is not None and often(draw, 3):
+        damage_lut(draw, batch, table, lut)
     if often(draw, 6):
         # Nothing is where it should be.
         table = np.roll(table, 1, axis=1)

@@ -96,9 +96,10 @@ def _make_hostile(draw: Any, entries: list[list[int]], runs: list[list[int]], *,
         for column, values in enumerate(odd):
             for entry, value in zip(words, replace_some(draw, [w[column] for w in words], values), strict=True):
                 entry[column] = value
-    if len(entries) > 1 and not often(draw, 3):
+    followed = [i for i in range(len(entries) - 1) if entries[i + 1][1] >= 0 and (i + 1) % RUN_ENTRIES]
+    if followed and not often(draw, 3):
         # A slot that reads like a slot code, before an entry that follows it.
-        entries[draw(st.integers(0, len(entries) - 2))][0] = HEAD_OF_CHAIN
+        entries[draw(st.sampled_from(followed))][0] = HEAD_OF_CHAIN
     if entries and not often(draw, 3):
         # Something to report of a request that is not there.
         i = draw(st.integers(0, len(entries) - 1))

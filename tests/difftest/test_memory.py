@@ -171,6 +171,15 @@ def test_guards_differ_from_run_to_run() -> None:
     assert not torch.equal(*beside)
 
 
+@pytest.mark.parametrize("fill", [1, 2])
+@pytest.mark.parametrize("stride", [4, FAR])
+def test_what_is_copied_from_beside_one_tensor_to_beside_another_is_found(fill: int, stride: int) -> None:
+    copies, spans = guarded(TABLES, {r: table(stride=stride) for r in ("in", "out", "inout")}, device="cpu", fill=fill)
+    behind = [copies[r].as_strided((1,), (1,), copies[r].storage_offset() + 4 * stride + 3) for r in ("in", "out")]
+    behind[1].copy_(behind[0])
+    assert [span.leaf.path for span in spans if not span.guards_intact()] == ["out"]
+
+
 LAYOUTS = {
     "contiguous": torch.arange(12).view(3, 4),
     "scalar": torch.tensor(7),
