@@ -328,6 +328,7 @@ def test_turns_that_are_retracted_aborted_and_flushed_are_clean(llama, variant):
             return True
 
         run.go(before_step)
+        looked_at()
         assert run.scheduler.flush_cache()
         run.serve(stems, 4)
 
