@@ -40,6 +40,13 @@ def test_nothing_that_was_not_watched_is_clean() -> None:
     )
 
 
+def test_of_two_canaries_the_larger_stride_and_what_the_whole_process_has_dropped_are_said_once() -> None:
+    one = kc.CanarySummary(watching=Watching.COMPLETE, stride=4, dropped=7)
+    other = kc.CanarySummary(watching=Watching.COMPLETE, stride=1, dropped=9)
+    for both in (one + other, other + one):
+        assert (both.stride, both.dropped) == (4, 9)
+
+
 def test_two_canaries_together_name_the_requests_of_both() -> None:
     one = kc.CanarySummary(watching=Watching.COMPLETE, violations=3, incidents=1, requests=("a", "b"))
     other = kc.CanarySummary(watching=Watching.STALE, violations=1, incidents=1, requests=("b", "c"))
