@@ -481,10 +481,12 @@ def _difftest(found: Results, _: Sequence[str]) -> str:
     planted = load("planted.json")["planted"]
     campaigns = [second for bug in planted for second in bug["found_after_s"]]
     seconds = [second for second in campaigns if second is not None]
+    missed = [f"{bug['kind']} ({bug['name']})" for bug in planted if None in bug["found_after_s"]]
     mutants = load("mutants.json")
     lines = [
         f"Planted bugs: {len(planted)}, found by {len(seconds)} of {len(campaigns)} campaigns, after "
-        f"{median(seconds):.3g} s in the median, {max(seconds):.3g} s at worst.",
+        f"{median(seconds):.3g} s in the median, {max(seconds):.3g} s at worst where found. Not found by every "
+        f"campaign: {', '.join(missed) or 'none'}.",
         f"Mutants of kernels and references: {mutants['total']:,}; killed {mutants['killed']:,}, argued equivalent "
         f"{mutants['equivalent']}, survived {mutants['survived']}.",
     ]
