@@ -38,6 +38,9 @@ from kv_canary.specs.interface import KernelSpec
 ENGINE = "engine"
 
 REPORT_EVERY_S = 0.5
+# Seconds that the jobs of a campaign which is ended have for the calls that they are at, all together: on a GPU one
+# compiles for longer.
+_LAST_CALLS_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,8 +182,9 @@ def run_campaign(
     except KeyboardInterrupt:
         result.interrupted = True
         stop.set()
+        end = time.monotonic() + _LAST_CALLS_S
         for job in jobs.values():
-            job.join(timeout=10.0)
+            job.join(timeout=max(0.0, end - time.monotonic()))
     finally:
         stop.set()
         while True:

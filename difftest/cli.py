@@ -5,8 +5,10 @@ Exit codes: 0 clean; 1 something found; 2 misuse, or a campaign in which some ta
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +34,9 @@ from kv_canary.extras import install_command
 if TYPE_CHECKING:
     from kv_canary.cases.casefile import CaseFile
     from kv_canary.difftest.campaign import Campaign, CampaignResult
+
+# Seconds after which what a campaign has done so far is written to its file again.
+_KEEP_EVERY_S = 30.0
 
 triton_device_option = device_option("Where Triton runs; cpu: in its interpreter.")
 imports_option = click.option(
@@ -483,22 +488,61 @@ def _campaign(
         campaign = Campaign(targets=ops, **options)
         _refuse_without_triton(campaign.all_targets())
         console = Console()
+        kept = None if json_path is None else _Kept(json_path, campaign, commit)
         with until_ended():
-            with shown.live_progress(console, campaign) as on_change:
+            with shown.live_progress(console, campaign) as show:
+
+                def on_change(result: CampaignResult) -> None:
+                    show(result)
+                    if kept is not None:
+                        kept.now_and_then(result)
+
                 result = run_campaign(campaign, on_change=on_change)
-            lines = {
-                str(f.file): replay_line(f.file, imports=campaign.imports, device=campaign.device, plant=campaign.plant)
-                for f in result.findings.values()
-            }
-            shown.show_campaign(console, campaign, result, lines, all_pairs=coverage)
-            if json_path is not None:
-                facts = _facts(campaign, result, lines, commit)
-                json_path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+            shown.show_campaign(console, campaign, result, _replay_lines(campaign, result), all_pairs=coverage)
+            if kept is not None:
+                kept.write(result)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     # So many cases were asked for, or every target.
     inconclusive = result.untried or (result.interrupted and campaign.minutes is None)
     raise SystemExit(1 if result.findings or result.errors else 2 if inconclusive else 0)
+
+
+class _Kept:
+    """The facts of a campaign in a file, which are there as they come: a run that is killed loses little of them.
+
+    Args:
+        path: of the file.
+        campaign, commit: whose facts.
+    """
+
+    def __init__(self, path: Path, campaign: Campaign, commit: str) -> None:
+        from kv_canary.commands.evidence import digests
+
+        self._path, self._campaign, self._commit = path, campaign, commit
+        # Of the sources that the jobs are about to read, whoever edits them meanwhile.
+        self._sources = digests("fuzz")
+        self._next = time.monotonic() + _KEEP_EVERY_S
+
+    def now_and_then(self, result: CampaignResult) -> None:
+        """Write what there is by now, as of a run that was interrupted, if it has not been written for a while."""
+        if time.monotonic() >= self._next and (self._path.is_file() or not self._path.exists()):
+            self.write(dataclasses.replace(result, interrupted=True))
+            self._next = time.monotonic() + _KEEP_EVERY_S
+
+    def write(self, result: CampaignResult) -> None:
+        """Write all of it."""
+        lines = _replay_lines(self._campaign, result)
+        facts = _facts(self._campaign, result, lines, commit=self._commit, sources=self._sources)
+        self._path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _replay_lines(campaign: Campaign, result: CampaignResult) -> dict[str, str]:
+    """Return what replays each finding, by its file."""
+    return {
+        str(f.file): replay_line(f.file, imports=campaign.imports, device=campaign.device, plant=campaign.plant)
+        for f in result.findings.values()
+    }
 
 
 def _refuse_without_triton(targets: Iterable[str]) -> None:
@@ -517,9 +561,10 @@ def _refuse_without_triton(targets: Iterable[str]) -> None:
         raise ValueError(must_be("difftest", "triton", expected, "none"))
 
 
-def _facts(campaign: Campaign, result: CampaignResult, lines: Mapping[str, str], commit: str) -> dict[str, Any]:
+def _facts(
+    campaign: Campaign, result: CampaignResult, lines: Mapping[str, str], *, commit: str, sources: Mapping[str, str]
+) -> dict[str, Any]:
     from kv_canary.cases.casefile import versions
-    from kv_canary.commands.evidence import digests
     from kv_canary.difftest.campaign import device_name
     from kv_canary.difftest.coverage import feasible_pairs
 
@@ -528,7 +573,7 @@ def _facts(campaign: Campaign, result: CampaignResult, lines: Mapping[str, str],
         "device": device_name(campaign.device),
         "versions": versions(),
         "commit": commit,
-        "sources": digests("fuzz"),
+        "sources": sources,
         "seed": campaign.seed,
         "jobs": campaign.jobs,
         "seconds": round(result.seconds, 1),

@@ -14,7 +14,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,11 @@ from rich.console import Console
 from kv_canary.cases.comparison import Mismatch, Outcome
 from kv_canary.cli import main
 from kv_canary.commands import progress
-from kv_canary.difftest import corpus
-from kv_canary.difftest.campaign import Campaign, _Hunt, _Job, _Over
+from kv_canary.difftest import campaign as campaigns
+from kv_canary.difftest import cli, corpus, ending
+from kv_canary.difftest.campaign import Campaign, CampaignResult, TargetStats, _Hunt, _Job, _Over
+from kv_canary.difftest.coverage import Coverage
+from kv_canary.difftest.ending import until_ended
 from kv_canary.difftest.mutation.planted import PLANTED_BUGS
 from kv_canary.difftest.search import draw_cases
 from kv_canary.difftest.worker import Executor, import_all
@@ -314,6 +319,91 @@ def test_a_job_ends_with_as_many_findings_as_were_asked_for(
     assert len(told) == (most or len(kinds))
 
 
+def a_result(**more: Any) -> CampaignResult:
+    return CampaignResult(stats={"retire": TargetStats(cases=3)}, findings={}, coverage=Coverage(), errors=[], **more)
+
+
+def test_facts_are_in_their_file_before_a_campaign_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is killed by somebody who does not wait loses what came since they were written last."""
+    facts, campaign = tmp_path / "facts.json", Campaign(targets=("retire",), examples=40)
+    kept = cli._Kept(facts, campaign, "a commit")
+    kept.now_and_then(a_result())
+    assert not facts.exists()
+    monkeypatch.setattr(cli, "_KEEP_EVERY_S", 0.0)
+    kept = cli._Kept(facts, campaign, "a commit")
+    kept.now_and_then(a_result())
+    told = json.loads(facts.read_text())
+    assert told["interrupted"]
+    assert (told["cases"], told["commit"]) == (3, "a commit")
+    kept.write(a_result(seconds=1.5))
+    assert not json.loads(facts.read_text())["interrupted"]
+    assert json.loads(facts.read_text())["seconds"] == 1.5
+
+
+def test_facts_go_once_to_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(cli, "_KEEP_EVERY_S", 0.0)
+    written: list[CampaignResult] = []
+    monkeypatch.setattr(cli._Kept, "write", lambda self, result: written.append(result))
+    cli._Kept(pipe, Campaign(targets=("retire",), examples=40), "").now_and_then(a_result())
+    assert not written
+
+
+def test_a_campaign_that_is_ended_waits_for_all_of_its_jobs_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for one after the other: two dozen that compile for a GPU took minutes."""
+    killed: list[int] = []
+
+    class Stuck:
+        exitcode = None
+
+        def __init__(self, *, args: tuple[Any, ...], **_: Any) -> None:
+            self.index = args[1]
+
+        def start(self) -> None:
+            pass
+
+        def is_alive(self) -> bool:
+            return True
+
+        def join(self, timeout: float) -> None:
+            time.sleep(timeout)
+
+        def kill(self) -> None:
+            killed.append(self.index)
+
+    context = types.SimpleNamespace(Queue=queue.Queue, Event=threading.Event, Process=Stuck)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: context)
+    monkeypatch.setattr(campaigns, "_LAST_CALLS_S", 0.5)
+    told: list[bool] = []
+
+    def on_change(result: CampaignResult) -> None:
+        told.append(result.interrupted)
+        if len(told) == 1:
+            raise KeyboardInterrupt
+
+    began = time.monotonic()
+    result = campaigns.run_campaign(Campaign(targets=("retire",), examples=40, jobs=20), on_change=on_change)
+    assert time.monotonic() - began < 5
+    assert killed == list(range(20))
+    assert result.interrupted
+    assert told == [False, True]
+
+
+def test_two_signals_at_once_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout` sends one to the process that it started, and the same to the group that it is in."""
+    with until_ended() as is_ended:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert is_ended()
+        monkeypatch.setattr(ending, "_ONE_S", 0.0)
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("jobs", ["1", "3"])
 def test_a_run_has_as_many_cases_as_were_asked_for_whatever_the_jobs(jobs: str, tmp_path: Path) -> None:
@@ -333,17 +423,19 @@ def test_mutants_run_from_a_shell(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("end", "how", "status"),
+    ("end", "is_timeout", "how", "status"),
     [
-        (signal.SIGINT, ("fuzz", "--minutes", "5"), 0),
-        (signal.SIGTERM, ("fuzz", "--minutes", "5"), 0),
+        (signal.SIGINT, False, ("fuzz", "--minutes", "5"), 0),
+        (signal.SIGINT, True, ("fuzz", "--minutes", "5"), 0),
+        (signal.SIGTERM, True, ("fuzz", "--minutes", "5"), 0),
         # Not as many as were asked for.
-        (signal.SIGTERM, ("run", "--examples", "100000"), 2),
+        (signal.SIGTERM, True, ("run", "--examples", "100000"), 2),
     ],
 )
 def test_what_is_ended_early_keeps_what_there_is(
-    end: signal.Signals, how: tuple[str, ...], status: int, tmp_path: Path
+    end: signal.Signals, is_timeout: bool, how: tuple[str, ...], status: int, tmp_path: Path
 ) -> None:
+    """By Ctrl-C, which all processes of a group get once, or by `timeout`."""
     facts = tmp_path / "facts.json"
     command = [PROGRAM, "difftest", *how, "--jobs", "1", "--op", "retire", "--json", str(facts)]
     options = {"cwd": tmp_path, "env": as_from_a_shell(), "stdout": subprocess.PIPE, "start_new_session": True}
@@ -351,10 +443,10 @@ def test_what_is_ended_early_keeps_what_there_is(
     options["preexec_fn"] = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     running = subprocess.Popen(command, text=True, **options)
     time.sleep(25)
-    if end == signal.SIGTERM:
-        # `timeout` sends it to the process that it started first.
+    if is_timeout:
+        # It sends its signal to the process that it started first.
         os.kill(running.pid, end)
-    # As a terminal does, and `timeout`: to every process of the group.
+    # As a terminal does, and `timeout` then: to every process of the group.
     os.killpg(running.pid, end)
     output, _ = running.communicate(timeout=60)
     assert running.returncode == status, output
