@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,7 +58,8 @@ def _names(known: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, 
     default="",
     callback=_batches,
     help="Requests at a time x documents x context, as 16x64x4096, and nothing else: a service whose documents are "
-    "twice what its pool holds, the others in host memory.",
+    "twice what its pool holds, the others in host memory. Answers are of 16 tokens, so that requests come and end "
+    "together; with x128 behind it, of 16 to 128, and each request ends when it does.",
 )
 @click.option("--new", type=click.IntRange(32), default=176, show_default=True, help="Tokens that a request generates.")
 @click.option("--rounds", type=click.IntRange(1), default=6, show_default=True, help="Turns of everything timed.")
@@ -89,7 +89,7 @@ def engine(
     decode: tuple[tuple[int, int], ...],
     prefill: tuple[tuple[int, int], ...],
     churn: tuple[tuple[int, int, int, int], ...],
-    tiers: tuple[tuple[int, int, int], ...],
+    tiers: tuple[tuple[int, ...], ...],
     new: int,
     rounds: int,
     starts: int,
@@ -130,21 +130,25 @@ def engine(
 
     Exit codes: 0 all is well, 1 a mode failed, or its tokens, slots or KV were not those of none; 2 misuse.
     """
-    from kv_canary.bench.serving import cores, run
+    from kv_canary.bench.serving import cores, results, run
+    from kv_canary.bench.serving.modes import LEAST_ANSWER
     from kv_canary.commands.facts import facts
 
     if tiers:
         decode, prefill, churn = (), (), ()
     for name, given, parts in (
-        ("--decode", decode, 2),
-        ("--prefill", prefill, 2),
-        ("--churn", churn, 4),
-        ("--tiers", tiers, 3),
+        ("--decode", decode, (2,)),
+        ("--prefill", prefill, (2,)),
+        ("--churn", churn, (4,)),
+        ("--tiers", tiers, (3, 4)),
     ):
-        if any(len(batch) != parts for batch in given):
-            raise click.UsageError(f"{name}: must be {parts} numbers with x between them")
+        if any(len(batch) not in parts for batch in given):
+            expected = " or ".join(map(str, parts))
+            raise click.UsageError(f"{name}: must be {expected} numbers with x between them")
     if len(churn) > 1 or len(tiers) > 1:
         raise click.UsageError(f"--{'churn' if len(churn) > 1 else 'tiers'}: must be one")
+    if any(len(batch) == 4 and batch[3] < LEAST_ANSWER for batch in tiers):
+        raise click.UsageError(f"--tiers: answers must be of up to {LEAST_ANSWER} tokens or more, got {tiers[0][3]}")
     if "none" not in modes:
         raise click.UsageError("--modes: must have none among them, which the others are held against")
     settings = run.Settings(
@@ -163,14 +167,14 @@ def engine(
         shared=not private,
         out=out or run.new_folder(),
     )
+    kind = "tiers_cost" if tiers else "engine_cost"
+    file = results.ResultFile(json_path, lambda: facts(device, commit=commit, kind=kind))
     try:
-        rows, failed = run.measure(settings, say=lambda line: click.echo(line, err=True))
+        rows, failed = run.measure(settings, say=lambda line: click.echo(line, err=True), keep=file.keep)
     except cores.NoneLeftError as error:
         raise click.UsageError(str(error)) from None
-    run.show(rows)
-    if json_path is not None:
-        result = run.result(rows, failed, facts(device, commit=commit, kind="tiers_cost" if tiers else "engine_cost"))
-        json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    results.show(rows)
+    file.write(rows, failed)
     if any(failed.values()) or any(row.checks for row in rows):
         click.echo(f"kv-canary: bench: not all is well; logs are in {settings.out}", err=True)
         raise SystemExit(1)

@@ -1,4 +1,4 @@
-"""The models and the canaries that are compared."""
+"""The models and the canaries that are compared, and what is asked of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NONE = "none"
+# Tokens of an answer of a service with a host tier, at least.
+LEAST_ANSWER = 16
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.multiprocessing
-from rich.console import Console
-from rich.table import Table
 
 from kv_canary.bench.serving import cores, sharing, worker
 from kv_canary.bench.serving.modes import MODELS, MODES, NONE, Shape
@@ -24,7 +22,6 @@ _START, _ANSWER = 300, 240
 _HOST_STEPS, _TRACED_STEPS = 64, 28
 # Cores that schedulers use; where there are no more than these, they run where they like.
 _CORES = 4
-_PAGE_WIDTH = 110
 # What CUDA graphs' sizes a service needs that has any number of requests.
 _PARTS = 8
 
@@ -37,8 +34,9 @@ class Settings:
         models, modes: names of `MODELS` and `MODES`.
         decode, prefill: (requests, context) of each batch.
         churn: (requests, context, new tokens of each, decode steps); None: not measured.
-        tiers: (requests, documents, context) of a service whose documents are twice what its pool holds, the others in
-            host memory (HiCache); None: not measured. Where it is, nothing else is.
+        tiers: (requests, documents, context), and perhaps the most tokens of an answer, of a service whose documents
+            are twice what its pool holds, the others in host memory (HiCache); None: not measured. Where it is, nothing
+            else is.
         new: tokens that a request of `decode` generates.
         rounds: turns of everything that is timed, each time that schedulers are started.
         starts: how often all schedulers are started: where a process's memory lies changes what the engine's own
@@ -55,7 +53,7 @@ class Settings:
     decode: Sequence[tuple[int, int]]
     prefill: Sequence[tuple[int, int]]
     churn: tuple[int, int, int, int] | None
-    tiers: tuple[int, int, int] | None
+    tiers: tuple[int, ...] | None
     new: int
     rounds: int
     starts: int
@@ -168,10 +166,18 @@ class Measurement:
         model: its name.
         settings: what is measured.
         say: shows a line to whoever waits.
+        keep: is given the rows of what has been measured by then, whenever there are more.
     """
 
-    def __init__(self, model: str, settings: Settings, *, say: Callable[[str], None]) -> None:
-        self._model, self._settings, self._say = model, settings, say
+    def __init__(
+        self,
+        model: str,
+        settings: Settings,
+        *,
+        say: Callable[[str], None],
+        keep: Callable[[Sequence[Row]], None] = lambda rows: None,
+    ) -> None:
+        self._model, self._settings, self._say, self._keep_rows = model, settings, say, keep
         self._shape = MODELS[model]
         # When no round begins any more, of any batch, and of the one that is measured.
         self._end = self._until = time.monotonic() + settings.seconds
@@ -202,13 +208,15 @@ class Measurement:
             if number and time.monotonic() > self._end:
                 break
             self._run_once(left)
-        for (phase, shape), starts in self._batches.items():
-            rows = self._rows_of(phase, shape, starts)
-            self.rows += rows
-            if len(starts) > 1:
-                self._tell(rows)
-        for row in self.rows:
+        self.rows = self._rows()
+        self._tell([row for row in self.rows if row.starts > 1])
+
+    def _rows(self) -> list[Row]:
+        """Return the rows of what has been measured."""
+        rows = [row for batch, starts in self._batches.items() for row in self._rows_of(*batch, starts)]
+        for row in rows:
             row.checks += self._wrong.get(row.mode, [])
+        return rows
 
     def _run_once(self, left: list[Any]) -> None:
         """Start the schedulers, measure every batch, and end them; of `left` those go that are measured."""
@@ -250,8 +258,7 @@ class Measurement:
                 self._keep("churn", "x".join(map(str, settings.churn)), found, _merged(more))
             if settings.tiers is not None:
                 self._share(left)
-                requests, documents, context = settings.tiers
-                at = {"requests": requests, "documents": documents, "context": context}
+                at = dict(zip(("requests", "documents", "context", "longest"), settings.tiers, strict=False))
                 # Once for what is compiled, and once for what is cached.
                 self._rounds("tiers", rounds=2, **at)
                 found = self._rounds("tiers", **at)
@@ -283,7 +290,7 @@ class Measurement:
         sizes = {n for n, _ in settings.decode}
         more: dict[str, Any] = {}
         if settings.tiers is not None:
-            running, documents, context = settings.tiers
+            running, documents, context = settings.tiers[:3]
             slots, sizes = documents * context // 2, {max(1, running * part // _PARTS) for part in range(1, _PARTS + 1)}
             more = _hicache(settings.device)
         if settings.churn is not None:
@@ -357,6 +364,7 @@ class Measurement:
         start = _Start(found, more, same or {})
         self._batches.setdefault((phase, shape), []).append(start)
         self._tell(self._rows_of(phase, shape, [start]))
+        self._keep_rows(self._rows())
 
     def _rows_of(self, phase: str, shape: str, starts: Sequence[_Start]) -> list[Row]:
         """Return a row for each mode, of what came of a batch."""
@@ -424,60 +432,35 @@ class Measurement:
                 wrong.append(f"failures: {status['failures']}")
 
 
-def measure(settings: Settings, *, say: Callable[[str], None]) -> tuple[list[Row], dict[str, dict[str, str]]]:
-    """Measure every model; return the rows, and by model what has failed."""
+def measure(
+    settings: Settings,
+    *,
+    say: Callable[[str], None],
+    keep: Callable[[Sequence[Row]], None] = lambda rows: None,
+    make: Callable[..., Measurement] = Measurement,
+) -> tuple[list[Row], dict[str, dict[str, str]]]:
+    """Measure every model; return the rows, and by model what has failed.
+
+    Args:
+        settings: what is measured.
+        say, keep: see `Measurement`; `keep` gets those of the models before, too.
+        make: makes the measurement of a model.
+    """
     rows: list[Row] = []
     failed: dict[str, dict[str, str]] = {}
     settings.out.mkdir(parents=True, exist_ok=True)
     for model in settings.models:
-        measurement = Measurement(model, settings, say=say)
+        before = list(rows)
+        measurement = make(model, settings, say=say, keep=lambda found, before=before: keep([*before, *found]))
         measurement.run()
         rows += measurement.rows
         failed[model] = measurement.failed
     return rows, failed
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """Return the rows as a table for a terminal."""
-    shown = Table(title="tokens per second against no canary, by turns")
-    shown.add_column("batch", no_wrap=True)
-    shown.add_column("mode", no_wrap=True)
-    for column in ("ratio", "range", "best", "host us", "stream us", "device ops", "gc ms"):
-        shown.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        operations = sum(each["count"] for each in row.operations.values())
-        shown.add_row(
-            f"{row.model} {row.phase}\n{row.shape}",
-            f"{row.mode}\nn={row.n}" + (f" ({row.starts} starts)" if row.starts > 1 else ""),
-            f"{row.ratio:.3f}",
-            f"{row.low:.3f}\n{row.high:.3f}",
-            f"{row.best:.3f}",
-            *("" if us is None else f"{us:,.0f}" for us in (row.host_us, row.stream_us)),
-            f"{operations:.1f}" if row.operations else "",
-            "" if row.gc_longest_ms is None else f"{row.gc_longest_ms:.1f}",
-        )
-    return shown
-
-
-def result(
-    rows: Sequence[Row], failed: Mapping[str, Mapping[str, str]], facts: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """Return the rows as JSON has them; the first one says where all of them were measured, and what has failed."""
-    found = [asdict(row) for row in rows] or [{}]
-    found[0] |= {**facts, "failed": dict(failed)}
-    return found
-
-
 def new_folder() -> Path:
     """Return a new folder for logs."""
     return Path(tempfile.mkdtemp(prefix="kv-canary-bench-"))
-
-
-def show(rows: Sequence[Row]) -> None:
-    """Print the rows."""
-    console = Console()
-    # What is not a terminal has no width of its own.
-    (console if console.is_terminal else Console(width=_PAGE_WIDTH)).print(table(rows))
 
 
 def _environment(device: str, mode: str) -> dict[str, str]:

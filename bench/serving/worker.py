@@ -24,12 +24,11 @@ from typing import Any, NoReturn
 import torch
 
 from kv_canary.bench.serving.clocks import Clock, Collections, DeviceOperations
+from kv_canary.bench.serving.modes import LEAST_ANSWER
 from kv_canary.bench.serving.sharing import Shared, use
 
 # Decode steps before those that are measured.
 WARM_UP = 16
-# New tokens of a request of `do_tiers`.
-_ANSWER = 16
 
 # One pass of the scheduler's loop between two yields.
 Script = Generator[None, None, dict[str, Any]]
@@ -246,10 +245,13 @@ class Worker:
             yield
         return answer
 
-    def do_tiers(self, *, requests: int, documents: int, context: int, host: bool = False) -> Script:
+    def do_tiers(
+        self, *, requests: int, documents: int, context: int, longest: int = LEAST_ANSWER, host: bool = False
+    ) -> Script:
         """Serve every document once, so many at a time, in an order of the round's own, each with an end of its own.
 
-        Four fifths of a prompt are the document's, so that they may be cached, on the device or behind it.
+        Four fifths of a prompt are the document's, so that they may be cached, on the device or behind it. Answers are
+        of `LEAST_ANSWER` to `longest` tokens: where all are of one length, requests come and end together.
         """
         self._turns += 1
         generator = torch.Generator().manual_seed(self._turns)
@@ -258,20 +260,21 @@ class Worker:
             [*self._drawn(documents, kept)[number], *self._tokens(generator, context - kept)]
             for number in torch.randperm(documents, generator=generator).tolist()
         ]
+        answers = torch.randint(LEAST_ANSWER, longest + 1, (documents,), generator=generator).tolist()
         clock = Clock(events=self._spec.device == "cuda") if host else None
         served: list[Any] = []
         running: list[Any] = []
         steps, began = 0, time.perf_counter_ns()
         while waiting or running:
             while waiting and len(running) < requests:
-                running += self._hand_in([waiting.pop()], [_ANSWER])
+                running += self._hand_in([waiting.pop()], [answers[len(waiting)]])
             yield
             steps += self._scheduler.last_batch is not None
             served += [req for req in running if req.finished()]
             running = [req for req in running if not req.finished()]
         seconds = (time.perf_counter_ns() - began) / 1e9
         answer: dict[str, Any] = {
-            "tokens_per_s": documents * (context + _ANSWER) / seconds,
+            "tokens_per_s": (documents * context + sum(answers)) / seconds,
             "hit": sum(req.cached_tokens for req in served) / (documents * context),
             "tokens_sha": digest(sorted(list(req.output_ids) for req in served)),
             **self._canary(),

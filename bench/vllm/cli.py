@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,8 @@ def vllm(
       kv-canary bench vllm --models 1b --modes none,ours,ours_sampled
       kv-canary bench vllm --runner V2 --json h200_vllm_cost.json
     """
-    from kv_canary.bench.serving import cores, run
-    from kv_canary.bench.vllm.engines import measure
+    from kv_canary.bench.serving import cores, results, run
+    from kv_canary.bench.vllm.engines import Engines
     from kv_canary.commands.facts import facts
 
     for name, batches, parts in (("--decode", decode, 2), ("--prefill", prefill, 2), ("--churn", churn, 4)):
@@ -81,15 +81,18 @@ def vllm(
         out=out or run.new_folder(),
         **given,
     )
+    file = results.ResultFile(json_path, lambda: {**facts(settings.device, commit=commit, kind=KIND), "runner": runner})
     try:
-        rows, failed = measure(settings, runner=runner, say=lambda line: click.echo(line, err=True))
+        rows, failed = run.measure(
+            settings,
+            say=lambda line: click.echo(line, err=True),
+            keep=file.keep,
+            make=functools.partial(Engines, runner=runner),
+        )
     except cores.NoneLeftError as error:
         raise click.UsageError(str(error)) from None
-    run.show(rows)
-    if json_path is not None:
-        measured = facts(settings.device, commit=commit, kind=KIND)
-        result = run.result(rows, failed, {**measured, "runner": runner})
-        json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    results.show(rows)
+    file.write(rows, failed)
     if any(failed.values()) or any(row.checks for row in rows):
         click.echo(f"kv-canary: bench: not all is well; logs are in {settings.out}", err=True)
         raise SystemExit(1)

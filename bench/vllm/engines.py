@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from typing import Any
 
 import torch.multiprocessing
@@ -23,10 +22,11 @@ class Engines(run.Measurement):
 
     Args:
         runner: vLLM's model runner, "V1" or "V2".
+        told: who is told what, as `Measurement` has it.
     """
 
-    def __init__(self, model: str, settings: run.Settings, *, runner: str, say: Callable[[str], None]) -> None:
-        super().__init__(model, settings, say=say)
+    def __init__(self, model: str, settings: run.Settings, *, runner: str, **told: Any) -> None:
+        super().__init__(model, settings, **told)
         self._runner = runner
 
     def _start(self) -> None:
@@ -118,18 +118,3 @@ def _of_device(settings: run.Settings, shape: Shape, *, tokens: int, running: in
         "gpu_memory_utilization": 0.05,
         "max_num_batched_tokens": 8192,
     }
-
-
-def measure(
-    settings: run.Settings, *, runner: str, say: Callable[[str], None]
-) -> tuple[list[run.Row], dict[str, dict[str, str]]]:
-    """Measure every model; return the rows, and by model what has failed."""
-    rows: list[run.Row] = []
-    failed: dict[str, dict[str, str]] = {}
-    settings.out.mkdir(parents=True, exist_ok=True)
-    for model in settings.models:
-        engines = Engines(model, settings, runner=runner, say=say)
-        engines.run()
-        rows += engines.rows
-        failed[model] = engines.failed
-    return rows, failed

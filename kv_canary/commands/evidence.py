@@ -141,7 +141,7 @@ KINDS = {
     "tiers_cost": Evidence(
         files=(*_on_cards("engine_cost_tiers"), *_on_cards("engine_cost_tiers_more")),
         sources=(*SGLANG, *TIERS, *SERVING),
-        command="kv-canary bench engine --tiers 16x64x4096 --json FILE",
+        command="kv-canary bench engine --models 8b --tiers 8x32x4096, and 8x32x4096x128, --starts 3 --json FILE",
     ),
     "vllm_cost": Evidence(
         files=_on_cards("vllm_cost"),

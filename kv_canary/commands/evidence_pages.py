@@ -192,8 +192,13 @@ def _cost(found: Results, _: Sequence[str]) -> str:
 def _served(found: Results, *kinds: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Return every row of a benchmark of an engine, each with its `run`: the GPU, and the files that they are in."""
     names = [name for kind in kinds for name in KINDS[kind].files if name in found]
-    # The card in the name is that of every row, a test says.
-    return [{"run": _card(name), "file": name, **row} for name in names for row in load(name)], names
+    rows = []
+    for name in names:
+        found_rows = load(name)
+        # The card in the name is that of every row, a test says.
+        run = _card(name) + (", cut short" if found_rows[0].get("unfinished") else "")
+        rows += [{"run": run, "file": name, **row} for row in found_rows]
+    return rows, names
 
 
 def _card(name: str) -> str:
@@ -223,10 +228,11 @@ def _throughput(found: Results, _: Sequence[str]) -> str:
             for mode in row["modes"]
             if mode != "without"
         ]
+        + [row["repeats"]]
         for row in engine
     ]
     head = ["requests x context", "a perfect engine's step, ms", "a step, ms"]
-    head += [f"throughput, {mode} / without" for mode in engine[0]["modes"] if mode != "without"]
+    head += [*(f"throughput, {mode} / without" for mode in engine[0]["modes"] if mode != "without"), "n"]
     return "\n\n".join(
         [
             what,

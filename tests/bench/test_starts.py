@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kv_canary.bench.serving import run
+from kv_canary.bench.serving import results, run
 
 
-def measurement(**changed: Any) -> run.Measurement:
-    settings: dict[str, Any] = {
+def settings(**changed: Any) -> run.Settings:
+    given: dict[str, Any] = {
         "models": ["tiny"],
         "modes": ["none", "ours", "sgl"],
         "decode": [],
@@ -27,7 +30,11 @@ def measurement(**changed: Any) -> run.Measurement:
         "shared": False,
         "out": Path(),
     }
-    return run.Measurement("tiny", run.Settings(**settings | changed), say=lambda line: None)
+    return run.Settings(**given | changed)
+
+
+def measurement(**changed: Any) -> run.Measurement:
+    return run.Measurement("tiny", settings(**changed), say=lambda line: None)
 
 
 def start(plain: list[float], ours: list[float], *, host: float, sums: float = 1.0) -> Any:
@@ -115,3 +122,45 @@ def test_no_start_begins_once_the_time_is_over(started: list[str], tmp_path: Pat
     measured.run()
     assert started == ["none"]
     assert [(row.n, row.starts) for row in measured.rows] == [(1, 1)]
+
+
+def test_rows_are_in_their_file_as_they_come(started: list[str], tmp_path: Path) -> None:
+    """A run that is cut short has lost nothing of what it had measured."""
+    path, seen, facts = tmp_path / "cost.json", [], []
+    asked = settings(models=["tiny", "8b"], modes=["none", "ours"], prefill=[(2, 96)], decode=[(4, 32)], out=tmp_path)
+
+    def where() -> dict[str, str]:
+        facts.append("asked for")
+        return {"device": "a card"}
+
+    file = results.ResultFile(path, where)
+
+    def keep(rows: Sequence[run.Row]) -> None:
+        file.keep(rows)
+        written = json.loads(path.read_text())
+        assert (written[0]["device"], written[0]["unfinished"]) == ("a card", True)
+        assert "failed" not in written[0]
+        seen.append([(row["model"], row["phase"], row["n"]) for row in written if row["mode"] == "ours"])
+
+    rows, failed = run.measure(asked, say=lambda line: None, keep=keep)
+    file.write(rows, failed)
+    before = seen_of("tiny")
+    assert seen == [*before, *(before[-1] + more for more in seen_of("8b"))]
+    written = json.loads(path.read_text())
+    assert (written[0]["failed"], "unfinished" in written[0]) == ({"tiny": {}, "8b": {}}, False)
+    assert (len(written), facts) == (8, ["asked for"])
+
+
+def seen_of(model: str) -> list[list[tuple[str, str, int]]]:
+    """What two starts of a prefill and a decode leave, one batch after the other."""
+    first, then = (model, "prefill"), (model, "decode")
+    return [[(*first, 2)], [(*first, 2), (*then, 2)], [(*first, 4), (*then, 2)], [(*first, 4), (*then, 4)]]
+
+
+def test_rows_go_once_to_what_is_no_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    file = results.ResultFile(pipe, dict)
+    # It would wait for a reader.
+    file.keep([run.Row(model="tiny", phase="decode", shape="4x32", mode="none")])
+    results.ResultFile(None, dict).write([], {})
