@@ -18,7 +18,7 @@ import click
 
 from kv_canary.cases.imports import check_imports, replay_line
 from kv_canary.commands.group import LazyGroup
-from kv_canary.commands.paths import OUT_FILE
+from kv_canary.commands.paths import OUT_FILE, write_early
 from kv_canary.commands.progress import progress_bar
 from kv_canary.difftest.options import (
     FILE,
@@ -526,15 +526,18 @@ class _Kept:
 
     def now_and_then(self, result: CampaignResult) -> None:
         """Write what there is by now, as of a run that was interrupted, if it has not been written for a while."""
-        if time.monotonic() >= self._next and (self._path.is_file() or not self._path.exists()):
-            self.write(dataclasses.replace(result, interrupted=True))
+        if time.monotonic() >= self._next:
+            write_early(self._path, self._text(dataclasses.replace(result, interrupted=True)))
             self._next = time.monotonic() + _KEEP_EVERY_S
 
     def write(self, result: CampaignResult) -> None:
         """Write all of it."""
+        self._path.write_text(self._text(result), encoding="utf-8")
+
+    def _text(self, result: CampaignResult) -> str:
         lines = _replay_lines(self._campaign, result)
         facts = _facts(self._campaign, result, lines, commit=self._commit, sources=self._sources)
-        self._path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        return json.dumps(facts, indent=2) + "\n"
 
 
 def _replay_lines(campaign: Campaign, result: CampaignResult) -> dict[str, str]:

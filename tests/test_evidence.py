@@ -215,3 +215,15 @@ def test_without_a_checkout_it_is_misuse(tmp_path: Path, monkeypatch: pytest.Mon
     done = CliRunner().invoke(main, ["evidence"])
     assert done.exit_code == 2
     assert "must run in a checkout" in done.output
+
+
+@pytest.mark.parametrize(("more", "on"), [({}, "H200"), ({"unfinished": True}, "H200, cut short")])
+def test_rows_of_a_run_that_was_cut_short_say_so(
+    more: dict[str, bool], on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"mode": "none", **more}, {"mode": "ours"}]
+    monkeypatch.setattr(evidence_pages, "load", lambda name: rows)
+    name = "h200_engine_cost.json"
+    served, names = evidence_pages._served({name: object()}, "engine_cost")  # type: ignore[dict-item]
+    assert [(row["mode"], row["run"], row["file"]) for row in served] == [("none", on, name), ("ours", on, name)]
+    assert names == [name]

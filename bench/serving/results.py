@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kv_canary.bench.serving.run import Row
+from kv_canary.commands.paths import write_early
 
 _PAGE_WIDTH = 110
 
@@ -30,23 +31,20 @@ class ResultFile:
 
     def keep(self, rows: Sequence[Row]) -> None:
         """Write what has been measured by now; the first row says that it is not all, and nothing was checked last."""
-        if self._path is None or (self._path.exists() and not self._path.is_file()):
-            return
-        self._write(rows, {"unfinished": True})
+        if self._path is not None:
+            write_early(self._path, self._text(rows, {"unfinished": True}))
 
     def write(self, rows: Sequence[Row], failed: Mapping[str, Mapping[str, str]]) -> None:
         """Write all of it; the first row says what has failed, by model and mode."""
         if self._path is not None:
-            self._write(rows, {"failed": dict(failed)})
+            self._path.write_text(self._text(rows, {"failed": dict(failed)}), encoding="utf-8")
 
-    def _write(self, rows: Sequence[Row], more: Mapping[str, Any]) -> None:
-        if self._path is None:
-            return
+    def _text(self, rows: Sequence[Row], more: Mapping[str, Any]) -> str:
         if self._found is None:
             self._found = self._facts()
         found = [asdict(row) for row in rows] or [{}]
         found[0] |= {**self._found, **more}
-        self._path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        return json.dumps(found, indent=1) + "\n"
 
 
 def show(rows: Sequence[Row]) -> None:

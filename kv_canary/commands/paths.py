@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -22,3 +23,14 @@ class _OutFile(click.Path):
 
 
 OUT_FILE = _OutFile()
+
+
+def write_early(path: Path, text: str) -> None:
+    """Write what there is by now to a file that is written again at the end.
+
+    What is no file, a pipe say, gets all of it once, at the end; and what cannot be written now ends nothing.
+    """
+    if path.exists() and not path.is_file():
+        return
+    with contextlib.suppress(OSError):
+        path.write_text(text, encoding="utf-8")
