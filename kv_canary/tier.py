@@ -83,7 +83,7 @@ class Backup:
     slots: torch.Tensor
     generations: np.ndarray
     rows: torch.Tensor
-    arrived: torch.cuda.Event | None
+    arrived: torch.Event | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -239,9 +239,12 @@ class HostTier:
         if slots.is_cuda:
             # It was made on the scheduler's stream, as that of a load.
             slots.record_stream(torch.cuda.current_stream(slots.device))
-        parts = [pool.records[slots]]
-        if (seals := pool.take_seals(slots)) is not None:
-            parts.append(seals)
+        # By few launches: the engine makes up its mind about the next batch meanwhile, and its device may have nothing
+        # to do. Who is sealed is said once the words are on the host.
+        there = slots.clamp(0, len(pool.records) - 1)
+        parts = [pool.records[there]]
+        if pool.seals is not None:
+            parts.append(pool.seals.words[there])
         here = _unset(len(slots), self._width, slots.device)
         here.copy_(torch.cat(parts, dim=1), non_blocking=True)
         return Backup(
@@ -249,7 +252,8 @@ class HostTier:
             slots=host,
             generations=self._generations[host.numpy()],
             rows=here,
-            arrived=torch.cuda.Event() if slots.is_cuda else None,
+            # Not torch.cuda.Event, whose record() takes seven times as long.
+            arrived=torch.Event(slots.device) if slots.is_cuda else None,
         )
 
     def backed_up(self, backup: Backup) -> None:
@@ -266,8 +270,9 @@ class HostTier:
             device_slots: int64 [n], of the pool.
         """
         host = host_slots.to("cpu", torch.int64) + 1
-        # The engine loads only what it knows to have arrived.
-        self.settle()
+        # What has come from elsewhere changes what its slots hold when it is taken in. A backup has done so already: it
+        # is taken in while the forward runs that reads what is loaded.
+        self._settle_brought()
         slots = on_device(device_slots, self._manager.device).to(torch.int64)
         self._loading = _Load(slots=slots, host=host, generations=self._generations[host.numpy()])
         self._loads.append(self._loading)
@@ -397,8 +402,10 @@ class HostTier:
         Args:
             waits: whether backups that are under way are waited for.
         """
-        while self._brought:
-            self._take_in_brought(*self._brought.popleft())
+        self._settle_brought()
+        self._settle_backups(waits=waits)
+
+    def _settle_backups(self, *, waits: bool = False) -> None:
         while self._backups:
             backup = self._backups[0]
             if backup.arrived is not None and waits:
@@ -413,17 +420,19 @@ class HostTier:
 
         On the stream of the forwards, before the first one that reads it; the stream waits for the bytes.
         """
+        fetched_loads = self._fetch_loads()
         loads, self._loads = self._loads, []
         pool, manager = self.device_pool, self._manager
-        for load in loads:
+        for load, fetched in zip(loads, fetched_loads, strict=True):
             if load.slots.is_cuda:
                 load.slots.record_stream(torch.cuda.current_stream(load.slots.device))
-            fetched = load.fetched or self._fetched(load.host, load.generations)
             rows = fetched.rows.to(load.slots.device, non_blocking=True)
             records = rows[:, :RECORD_WORDS]
             if load.arrived is not None:
                 load.arrived.wait(torch.cuda.current_stream(load.slots.device))
-            pool.records[load.slots] = records
+            pool.records[pool.inside(load.slots)] = records
+            # What the pool has not got went there.
+            pool.records[0] = 0
             manager.unverified.written(pool, load.slots)
             if fetched.gaps.any():
                 # By numbers: how many a mask has, a GPU would have to say first.
@@ -602,7 +611,12 @@ class HostTier:
         """Return the step of a violation where the bytes were wrong when they were looked at first; None otherwise."""
         return row.step if self._wrong[row.slot] == self._generations[row.slot] else None
 
+    def _settle_brought(self) -> None:
+        while self._brought:
+            self._take_in_brought(*self._brought.popleft())
+
     def _take_in(self, backup: Backup) -> None:
+        self._drop_stale(backup.rows.numpy())
         numbers, rows = self._put(backup.slots.numpy(), backup.rows.numpy(), backup.generations)
         self._backed_up += len(numbers)
         self._report_unowned(numbers, rows[:, :RECORD_WORDS], has_gaps=backup.has_gaps)
@@ -646,10 +660,24 @@ class HostTier:
         self._fetch_loads()
         self._generations[slots] += 1
 
-    def _fetch_loads(self) -> None:
-        """Fetch what loads under way have on the host, before it may be another's."""
+    def _fetch_loads(self) -> list[Fetched]:
+        """Return what each of the loads under way had on the host, which is fetched before it may be another's."""
+        fetched = []
         for load in self._loads:
-            load.fetched = load.fetched or self._fetched(load.host, load.generations)
+            if load.fetched is None:
+                # The engine loads only what it knows to have arrived.
+                self._settle_backups()
+                load.fetched = self._fetched(load.host, load.generations)
+            fetched.append(load.fetched)
+        return fetched
+
+    def _drop_stale(self, rows: np.ndarray) -> None:
+        """Take seals that are not those of their records, and those that were never made, out of records and seals."""
+        if self._seals is not None:
+            writer, made = rows[:, RECORD_WORDS], rows[:, RECORD_WORDS + 1]
+            is_sealed = (writer == rows[:, WRITER_WORD]) & (made != 0)
+            if not is_sealed.all():
+                rows[~is_sealed, RECORD_WORDS:] = 0
 
 
 @torch.inference_mode(False)

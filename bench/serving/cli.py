@@ -57,9 +57,9 @@ def _names(known: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, 
     "--tiers",
     default="",
     callback=_batches,
-    help="Requests at a time x documents x context, as 16x64x4096, and nothing else: a service whose documents are "
-    "twice what its pool holds, the others in host memory. Answers are of 16 tokens, so that requests come and end "
-    "together; with x128 behind it, of 16 to 128, and each request ends when it does.",
+    help="Requests at a time x documents x context, as 16x64x4096, by commas, and nothing else: a service whose "
+    "documents are twice what its pool holds, the others in host memory. Answers are of 16 tokens, so that requests "
+    "come and end together; with x128 behind it, of 16 to 128, and each request ends when it does.",
 )
 @click.option("--new", type=click.IntRange(32), default=176, show_default=True, help="Tokens that a request generates.")
 @click.option("--rounds", type=click.IntRange(1), default=6, show_default=True, help="Turns of everything timed.")
@@ -145,10 +145,12 @@ def engine(
         if any(len(batch) not in parts for batch in given):
             expected = " or ".join(map(str, parts))
             raise click.UsageError(f"{name}: must be {expected} numbers with x between them")
-    if len(churn) > 1 or len(tiers) > 1:
-        raise click.UsageError(f"--{'churn' if len(churn) > 1 else 'tiers'}: must be one")
-    if any(len(batch) == 4 and batch[3] < LEAST_ANSWER for batch in tiers):
-        raise click.UsageError(f"--tiers: answers must be of up to {LEAST_ANSWER} tokens or more, got {tiers[0][3]}")
+    if len(churn) > 1:
+        raise click.UsageError("--churn: must be one")
+    if len({documents * context for _, documents, context, *_ in tiers}) > 1:
+        raise click.UsageError("--tiers: documents must be of as many tokens in all of them: they share a pool")
+    if (least := min((batch[3] for batch in tiers if len(batch) == 4), default=LEAST_ANSWER)) < LEAST_ANSWER:
+        raise click.UsageError(f"--tiers: answers must be of up to {LEAST_ANSWER} tokens or more, got {least}")
     if "none" not in modes:
         raise click.UsageError("--modes: must have none among them, which the others are held against")
     settings = run.Settings(
@@ -157,7 +159,7 @@ def engine(
         decode=decode,
         prefill=prefill,
         churn=churn[0] if churn else None,
-        tiers=tiers[0] if tiers else None,
+        tiers=tiers,
         new=new,
         rounds=rounds,
         starts=starts,

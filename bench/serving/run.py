@@ -34,9 +34,9 @@ class Settings:
         models, modes: names of `MODELS` and `MODES`.
         decode, prefill: (requests, context) of each batch.
         churn: (requests, context, new tokens of each, decode steps); None: not measured.
-        tiers: (requests, documents, context), and perhaps the most tokens of an answer, of a service whose documents
-            are twice what its pool holds, the others in host memory (HiCache); None: not measured. Where it is, nothing
-            else is.
+        tiers: (requests, documents, context), and perhaps the most tokens of an answer, of each service whose documents
+            are twice what its pool holds, the others in host memory (HiCache). Documents are of as many tokens in all
+            of them. Where there is one, nothing else is measured.
         new: tokens that a request of `decode` generates.
         rounds: turns of everything that is timed, each time that schedulers are started.
         starts: how often all schedulers are started: where a process's memory lies changes what the engine's own
@@ -53,7 +53,7 @@ class Settings:
     decode: Sequence[tuple[int, int]]
     prefill: Sequence[tuple[int, int]]
     churn: tuple[int, int, int, int] | None
-    tiers: tuple[int, ...] | None
+    tiers: Sequence[tuple[int, ...]]
     new: int
     rounds: int
     starts: int
@@ -202,7 +202,7 @@ class Measurement:
 
     def _run(self) -> None:
         settings = self._settings
-        batches = [*settings.prefill, *settings.decode, *filter(None, (settings.churn, settings.tiers))]
+        batches = [*settings.prefill, *settings.decode, *filter(None, (settings.churn,)), *settings.tiers]
         left: list[Any] = batches * settings.starts
         for number in range(settings.starts):
             if number and time.monotonic() > self._end:
@@ -256,14 +256,14 @@ class Measurement:
                 found = self._rounds("churn", steps=steps, **at)
                 more = [self._rounds("churn", rounds=1, steps=steps // 2, host=True, **at)]
                 self._keep("churn", "x".join(map(str, settings.churn)), found, _merged(more))
-            if settings.tiers is not None:
+            for service in settings.tiers:
                 self._share(left)
-                at = dict(zip(("requests", "documents", "context", "longest"), settings.tiers, strict=False))
+                at = dict(zip(("requests", "documents", "context", "longest"), service, strict=False))
                 # Once for what is compiled, and once for what is cached.
                 self._rounds("tiers", rounds=2, **at)
                 found = self._rounds("tiers", **at)
                 more = [self._rounds("tiers", rounds=1, host=True, **at)]
-                self._keep("tiers", "x".join(map(str, settings.tiers)), found, _merged(more))
+                self._keep("tiers", "x".join(map(str, service)), found, _merged(more))
             self._check(self._rounds("status", rounds=1))
         finally:
             for scheduler in self._schedulers.values():
@@ -289,8 +289,8 @@ class Measurement:
         running = max((n for n, _ in batches), default=1)
         sizes = {n for n, _ in settings.decode}
         more: dict[str, Any] = {}
-        if settings.tiers is not None:
-            running, documents, context = settings.tiers[:3]
+        if settings.tiers:
+            running, (_, documents, context, *_) = max(service[0] for service in settings.tiers), settings.tiers[0]
             slots, sizes = documents * context // 2, {max(1, running * part // _PARTS) for part in range(1, _PARTS + 1)}
             more = _hicache(settings.device)
         if settings.churn is not None:

@@ -107,7 +107,7 @@ class Audits:
             return parts, None
         marks = self._marks[pool]
         named = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to(torch.int64)
-        is_left = ~marks[_inside(named, marks)]
+        is_left = ~marks[pool.inside(named)]
         # To the front: how many there are the device alone knows, and who is left out goes where nobody looks.
         ends = is_left.cumsum(0)
         left = torch.zeros(len(named) + 1, dtype=torch.int64, device=named.device)
@@ -125,8 +125,8 @@ class Audits:
         if step != self._context.step or len(parts) >= _MOST_CAME:
             self._forget_what_came(pool)
         if pool not in self._marks:
-            self._marks[pool] = torch.zeros(pool.num_slots, dtype=torch.bool, device=self._context.device)
-        slots = _inside(slots, self._marks[pool])
+            self._marks[pool] = torch.zeros(len(pool.records), dtype=torch.bool, device=self._context.device)
+        slots = pool.inside(slots)
         self._came.setdefault(pool, (self._context.step, []))[1].append(slots)
         self._marks[pool].index_fill_(0, slots, 1)
 
@@ -267,11 +267,6 @@ class Audits:
     def forget_graphs(self) -> None:
         """Destroy the graphs that launches are replayed from."""
         self._listed.forget_graphs()
-
-
-def _inside(slots: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
-    """Return int64 slots, 0 in the places of those that a pool has not got."""
-    return torch.where((slots > 0) & (slots < len(marks)), slots, 0)
 
 
 def _layers(pool: KvPool) -> int:

@@ -78,6 +78,10 @@ class KvPool:
         self.head_records: torch.Tensor | None = None
         self.seals: PoolSeals | None = None
 
+    def inside(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return integers `slots` with 0, which has no record, for what the pool does not have."""
+        return torch.where((slots > 0) & (slots < len(self.records)), slots, 0)
+
     def keep_seals(
         self, *, by_layer: bool, seed: int, layers_per_band: int | None = None, words: torch.Tensor | None = None
     ) -> None:
@@ -112,20 +116,18 @@ class KvPool:
         """Return the seals of int64 `slots` for `put_seals`, zeroes where a slot has none; None where none are kept."""
         if self.seals is None:
             return None
-        inside = (slots > 0) & (slots < len(self.records))
-        there = torch.where(inside, slots, 0)
+        there = self.inside(slots)
         words, records = self.seals.words[there], self.records[there]
-        sealed = inside & (words[:, 0] == records[:, WRITER_WORD]) & (words[:, 1] != 0)
+        sealed = (there > 0) & (words[:, 0] == records[:, WRITER_WORD]) & (words[:, 1] != 0)
         return torch.where(sealed[:, None], words, 0)
 
     def put_seals(self, slots: torch.Tensor, taken: torch.Tensor | None) -> None:
         """Let the records that int64 `slots` have now be sealed as others were: what `take_seals` returned of those."""
         if self.seals is None or taken is None:
             return
-        inside = (slots > 0) & (slots < len(self.records))
-        there = torch.where(inside, slots, 0)
+        there = self.inside(slots)
         records = self.records[there]
-        sealed = inside & (taken[:, 1] != 0) & (records != 0).any(dim=1)
+        sealed = (there > 0) & (taken[:, 1] != 0) & (records != 0).any(dim=1)
         words = torch.cat([records[:, WRITER_WORD, None], taken[:, 1:]], dim=1)
         # Slot 0 has no seal, so that all of them can be written.
         self.seals.words[there] = torch.where(sealed[:, None], words, 0)
@@ -133,8 +135,7 @@ class KvPool:
     def drop_seals(self, slots: torch.Tensor) -> None:
         """Drop the seals of int64 `slots`, which may have been written to without a record."""
         if self.seals is not None:
-            inside = (slots > 0) & (slots < len(self.records))
-            self.seals.words[torch.where(inside, slots, 0)] = 0
+            self.seals.words[self.inside(slots)] = 0
 
     def keep_head_records(self) -> None:
         """Keep records of HEAD's own, zeroed: those that are written before the model, without fingerprints."""

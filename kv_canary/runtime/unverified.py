@@ -68,7 +68,7 @@ class Unverified:
 
     def doubt(self, pool: KvPool, slots: torch.Tensor) -> None:
         """Take in that int64 `slots` may have been overwritten by a forward that was given up."""
-        marks, slots = self._marks[pool], self._inside(pool, slots)
+        marks, slots = self._marks[pool], pool.inside(slots)
         marks[slots] |= _DOUBT
         self._spare_padding(pool)
         self._marked.add(pool)
@@ -82,7 +82,7 @@ class Unverified:
         self._gaps.add(pool)
         self._markings += 1
         try:
-            slots = self._inside(pool, on_device(slots, pool.records.device).to(torch.int64))
+            slots = pool.inside(on_device(slots, pool.records.device).to(torch.int64))
             for records in pool.buffers:
                 records[slots] = 0
             self._marks[pool][slots] = _GAP
@@ -117,7 +117,7 @@ class Unverified:
     def written(self, pool: KvPool, slots: torch.Tensor) -> None:
         """Take in that int64 `slots` have new records."""
         if pool in self._marked:
-            self._marks[pool][self._inside(pool, slots)] = 0
+            self._marks[pool][pool.inside(slots)] = 0
 
     def moved(self, pool: KvPool, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Take in that the content of int64 `src`, and its records, now lie in `dst` too."""
@@ -128,7 +128,7 @@ class Unverified:
             self._gaps.add(pool)
         if pool in self._marked:
             marks = self._marks[pool]
-            marks[self._inside(pool, dst)] = marks[self._inside(pool, src)]
+            marks[pool.inside(dst)] = marks[pool.inside(src)]
             self._spare_padding(pool)
             if pool in self._gaps:
                 self._markings += 1
@@ -136,7 +136,7 @@ class Unverified:
     def freed(self, pool: KvPool, slots: torch.Tensor) -> None:
         """Take in that int64 `slots` were freed: nobody should rely on what they hold."""
         if pool in self._gaps:
-            marks, slots = self._marks[pool], self._inside(pool, slots)
+            marks, slots = self._marks[pool], pool.inside(slots)
             marks[slots] &= ~_GAP & 0xFF
 
     def take_back(self, findings: Findings, groups: Sequence[BufferGroup]) -> Findings:
@@ -184,8 +184,8 @@ class Unverified:
             return cached
         gaps = (self._marks[pool] & _GAP) != 0
         slots, previous = (on_device(x, gaps.device) for x in (cached.slots, cached.previous))
-        keep = ~gaps[self._inside(pool, slots)]
-        broken = (previous > 0) & gaps[self._inside(pool, previous)]
+        keep = ~gaps[pool.inside(slots)]
+        broken = (previous > 0) & gaps[pool.inside(previous)]
         return CachedSlots(
             group=cached.group,
             slots=slots[keep],
@@ -256,7 +256,7 @@ class Unverified:
             backend=self._context.backend,
         )
         valid = torch.arange(len(plan.slots), device=device) < plan.num_valid
-        slots = torch.where(valid, self._inside(pool, plan.slots), 0)
+        slots = torch.where(valid, pool.inside(plan.slots), 0)
         gaps = ((self._marks[pool][slots] & _GAP) != 0).nonzero().view(-1)
         if not len(gaps):
             return
@@ -286,7 +286,3 @@ class Unverified:
     def _spare_padding(self, pool: KvPool) -> None:
         """Take the marks off padding, which nobody relies on: no forward, and nothing that is freed, would ever."""
         self._marks[pool][: pool.first_slot] = 0
-
-    def _inside(self, pool: KvPool, slots: torch.Tensor) -> torch.Tensor:
-        """Return `slots` with 0, which has no record, for what the pool does not have."""
-        return torch.where((slots > 0) & (slots < len(pool.records)), slots, 0)

@@ -77,7 +77,7 @@ def test_the_processes_of_a_measurement_are_given_its_cores(
         decode=((2, 40),),
         prefill=(),
         churn=None,
-        tiers=None,
+        tiers=(),
         new=4,
         rounds=1,
         starts=1,

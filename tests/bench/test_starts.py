@@ -20,7 +20,7 @@ def settings(**changed: Any) -> run.Settings:
         "decode": [],
         "prefill": [],
         "churn": None,
-        "tiers": None,
+        "tiers": (),
         "new": 32,
         "rounds": 2,
         "starts": 2,

@@ -899,3 +899,112 @@ def test_what_changes_on_the_device_later_is_no_loads_fault() -> None:
     said = causes(t)
     assert said
     assert not any("to come there" in cause for cause in said)
+
+
+class Calls(TorchDispatchMode):
+    """Counts what would be launched: all operations but those that only say how a tensor is looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        self.count += not (function.is_view or "empty" in str(function))
+        return found
+
+
+def test_a_backup_is_few_launches() -> None:
+    """The device has nothing to do meanwhile where the engine makes up its mind about the next batch."""
+    t, _, device, host = lived()
+    with Calls() as calls:
+        backup = t.tier.backup(device, host)
+    # One is on the host: its slots are counted from 1.
+    assert calls.count <= 6
+    t.copied(host, device, back=False)
+    t.tier.backed_up(backup)
+    assert t.found() == {}
+
+
+def test_a_load_leaves_what_has_arrived_for_the_forward_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    t, a, device, host = lived()
+    t.backup(device, host)
+    first = t.engine.allocate(t.group.pool, 10)
+    new = torch.arange(first, first + 10)
+    t.tier.load(host, new)
+    assert (t.tier.facts.backed_up, len(t.tier.held)) == (0, 0)
+    t.copied(host, new, back=True)
+    t.tier.loaded()
+    t.engine.tables["full"][a.row, :10] = new.int()
+    t.tier.land()
+    assert (t.tier.facts.backed_up, t.tier.facts.loaded) == (10, 10)
+    t.step((a, 1))
+    assert t.found() == {}
+    assert t.engine.manager.summary().unverified == 0
+
+
+def test_host_slots_may_be_freed_while_their_backup_and_their_load_wait_to_be_taken_in() -> None:
+    t, a, device, host = lived()
+    t.backup(device, host)
+    first = t.engine.allocate(t.group.pool, 10)
+    new = torch.arange(first, first + 10)
+    t.tier.load(host, new)
+    t.copied(host, new, back=True)
+    t.tier.loaded()
+    t.tier.free(host)
+    t.engine.tables["full"][a.row, :10] = new.int()
+    t.tier.land()
+    t.step((a, 1))
+    assert t.found() == {}
+    assert t.engine.manager.summary().unverified == 0
+    assert len(t.tier.held) == 0
+
+
+def test_what_came_from_elsewhere_before_a_load_is_what_is_loaded() -> None:
+    t, a, device, host = lived()
+    t.backup(device, host)
+    t.tier.settle()
+    rows = t.tier.rows_of(host)
+    assert rows is not None
+    there = torch.arange(40, 50)
+    expected = t.tier.expect(there)
+    for half in t.halves:
+        half[:, there] = half[:, host]
+    t.tier.bring(expected, rows.clone())
+    t.load(there, a, 0)
+    t.step((a, 1))
+    assert t.found() == {}
+    assert t.engine.manager.summary().unverified == 0
+
+
+def test_a_seal_that_is_not_its_record_s_does_not_go_to_the_host() -> None:
+    t, a, device, host = lived()
+    seals = t.group.pool.seals
+    assert seals is not None
+    seals.words[device[3], 0] += 1
+    seals.words[device[5], 1] = 0
+    t.backup(device, host)
+    new = t.load(host, a, 0)
+    sealed = seals.words[new].any(dim=1)
+    assert sealed.tolist() == [n not in (3, 5) for n in range(10)]
+    rows = t.tier.rows_of(host)
+    assert rows is not None
+    assert rows[:, 4:].any(dim=1).tolist() == sealed.tolist()
+
+
+def test_slots_that_the_pool_has_not_got_are_no_error() -> None:
+    t, a, device, host = lived()
+    wrong = device.clone()
+    wrong[0], wrong[1] = 1 << 40, -7
+    t.tier.backed_up(t.tier.backup(wrong, host))
+    t.tier.settle()
+    assert t.tier.facts.backed_up == 10
+    before = t.group.pool.records.clone()
+    t.tier.load(host, wrong)
+    t.tier.loaded()
+    t.tier.land()
+    assert t.tier.facts.loaded == 10
+    # All that the pool has got have come back as they were, and nobody else has changed.
+    assert torch.equal(t.group.pool.records, before)
+    assert not t.group.pool.records[0].any()
+    t.step((a, 1))

@@ -461,7 +461,6 @@ class Session:
         # What ended requests rested on is looked at before somebody writes there.
         if self._lifetime.has_freed or self._ended:
             self._retire_freed()
-        tiers.settle()
         tiers.look_beside()
         return True
 
