@@ -75,7 +75,7 @@ def vllm(
         decode=[(requests, context) for requests, context in decode],
         prefill=[(requests, context) for requests, context in prefill],
         churn=next(((r, c, n, s) for r, c, n, s in churn), None),
-        tiers=None,
+        tiers=(),
         frozen=not unfrozen,
         shared=False,
         out=out or run.new_folder(),
