@@ -80,7 +80,7 @@ class Backup:
     """
 
     has_gaps: bool
-    slots: torch.Tensor
+    slots: np.ndarray
     generations: np.ndarray
     rows: torch.Tensor
     arrived: torch.Event | None
@@ -113,13 +113,12 @@ class Fetched:
 class _Load:
     """Rows that are to be on the device before the next forward, and bytes that are on their way there.
 
-    What lies on the host in `host`, as of `generations`, is fetched when they land, or before any of it is another's:
-    `fetched` is None until then.
+    What lies on the host in `host` is fetched when they land, or before any of it is another's: `fetched` is None until
+    then.
     """
 
     slots: torch.Tensor
     host: torch.Tensor
-    generations: np.ndarray
     fetched: Fetched | None = None
     arrived: torch.cuda.Event | None = None
 
@@ -233,8 +232,8 @@ class HostTier:
             device_slots: int64 [n], of the pool.
             host_slots: int64 [n] on the CPU, the engine's numbers.
         """
-        pool, host = self.device_pool, host_slots.to("cpu", torch.int64) + 1
-        self._forget(host.numpy())
+        pool, host = self.device_pool, host_slots.to("cpu", torch.int64).numpy() + 1
+        generations = self._forget(host)
         slots = on_device(device_slots, self._manager.device).to(torch.int64)
         if slots.is_cuda:
             # It was made on the scheduler's stream, as that of a load.
@@ -250,7 +249,7 @@ class HostTier:
         return Backup(
             has_gaps=self._manager.unverified.has_gaps(pool),
             slots=host,
-            generations=self._generations[host.numpy()],
+            generations=generations,
             rows=here,
             # Not torch.cuda.Event, whose record() takes seven times as long.
             arrived=torch.Event(slots.device) if slots.is_cuda else None,
@@ -274,7 +273,7 @@ class HostTier:
         # is taken in while the forward runs that reads what is loaded.
         self._settle_brought()
         slots = on_device(device_slots, self._manager.device).to(torch.int64)
-        self._loading = _Load(slots=slots, host=host, generations=self._generations[host.numpy()])
+        self._loading = _Load(slots=slots, host=host)
         self._loads.append(self._loading)
 
     def loaded(self) -> None:
@@ -298,7 +297,7 @@ class HostTier:
         if self._backups and not (self._is(self._there, numbers) | self._is(self._unknown, numbers)).all():
             # The engine loads only what it knows to have arrived: so it is all but there.
             self.settle(waits=True)
-        return self._fetched(host, self._generations[numbers])
+        return self._fetched(host)
 
     def put_back(self, fetched: Fetched, device_slots: torch.Tensor) -> None:
         """Take in that bytes of slots are on the device, whose records and seals are to be there with `land`.
@@ -307,21 +306,21 @@ class HostTier:
             fetched: what `fetch` returned as they were loaded.
             device_slots: int64 [n], of the pool.
         """
-        slots, nowhere = on_device(device_slots, self._manager.device).to(torch.int64), np.zeros(0, np.int64)
-        self._loads.append(_Load(slots=slots, host=torch.from_numpy(nowhere), generations=nowhere, fetched=fetched))
+        slots = on_device(device_slots, self._manager.device).to(torch.int64)
+        self._loads.append(_Load(slots=slots, host=torch.zeros(0, dtype=torch.int64), fetched=fetched))
 
-    def _fetched(self, host: torch.Tensor, generations: np.ndarray) -> Fetched:
-        """Return what slots have, zeros of those that have nothing, or hold something else than as of `generations`."""
+    def _fetched(self, host: torch.Tensor) -> Fetched:
+        """Return what slots have, zeros of those that have nothing."""
         rows = _unset(len(host), self._width, self._manager.device)
         torch.index_select(self._rows, 0, host, out=rows)
         numbers = host.numpy()
-        is_there = self._there[numbers] == generations
+        is_there = self._is(self._there, numbers)
         if not is_there.all():
             rows[torch.from_numpy(~is_there)] = 0
         # What was there had no record either: nobody had seen it written.
         gaps = _is_nothing(rows.numpy())
         if gaps.any():
-            gaps &= is_there | (self._unknown[numbers] == generations)
+            gaps &= is_there | self._is(self._unknown, numbers)
         return Fetched(rows=rows, gaps=gaps)
 
     @property
@@ -617,7 +616,7 @@ class HostTier:
 
     def _take_in(self, backup: Backup) -> None:
         self._drop_stale(backup.rows.numpy())
-        numbers, rows = self._put(backup.slots.numpy(), backup.rows.numpy(), backup.generations)
+        numbers, rows = self._put(backup.slots, backup.rows.numpy(), backup.generations)
         self._backed_up += len(numbers)
         self._report_unowned(numbers, rows[:, :RECORD_WORDS], has_gaps=backup.has_gaps)
 
@@ -635,12 +634,12 @@ class HostTier:
         slots = expected.slots.numpy()
         stayed = self._generations[slots] == expected.generations
         slots = slots[stayed]
-        self._forget(slots)
+        generations = self._forget(slots)
         if rows is None:
-            self._unknown[slots] = self._generations[slots]
+            self._unknown[slots] = generations
             self._came_unknown += len(slots)
             return
-        self._put(slots, rows.numpy()[stayed], self._generations[slots])
+        self._put(slots, rows.numpy()[stayed], generations)
         self._came += len(slots)
 
     def _report_unowned(self, numbers: np.ndarray, records: np.ndarray, *, has_gaps: bool) -> None:
@@ -656,9 +655,12 @@ class HostTier:
         if rows:
             self._manager.report(rows)
 
-    def _forget(self, slots: np.ndarray) -> None:
+    def _forget(self, slots: np.ndarray) -> np.ndarray:
+        """Take in that what slots hold is somebody else's from now on; return their generations."""
         self._fetch_loads()
-        self._generations[slots] += 1
+        generations: np.ndarray = self._generations[slots] + 1
+        self._generations[slots] = generations
+        return generations
 
     def _fetch_loads(self) -> list[Fetched]:
         """Return what each of the loads under way had on the host, which is fetched before it may be another's."""
@@ -667,7 +669,7 @@ class HostTier:
             if load.fetched is None:
                 # The engine loads only what it knows to have arrived.
                 self._settle_backups()
-                load.fetched = self._fetched(load.host, load.generations)
+                load.fetched = self._fetched(load.host)
             fetched.append(load.fetched)
         return fetched
 

@@ -190,35 +190,39 @@ def test_what_ends_is_looked_at_before_a_load_would_wait_for_it(llama, variant, 
 @pytest.mark.parametrize(("with_pictures", "is_late"), [(False, True), (True, False)])
 def test_a_model_that_takes_pictures_out_of_the_input_ids_is_looked_at_before(with_pictures, is_late):
     watched, runner = session.Session.__new__(session.Session), object()
-    watched._host_tiers = SimpleNamespace(is_loading=True, settle=lambda: None, look_beside=lambda: None)
+    watched._host_tiers = SimpleNamespace(is_loading=True, look_beside=lambda: None)
     watched.off, watched._groups, watched._speculation, watched._ended = "", {runner: ()}, None, None
     watched.manager = SimpleNamespace(
         config=SimpleNamespace(check_writes=False), unverified=SimpleNamespace(is_clean=True)
     )
-    watched._lifetime = SimpleNamespace(has_freed=False)
     batch = SimpleNamespace(batch_size=1, contains_mm_inputs=lambda: with_pictures)
     assert watched._may_look_later(runner, batch) == is_late
 
 
-def test_what_was_freed_is_retired_once_the_scheduler_s_stream_knows_it(monkeypatch):
-    """Which slots were freed is computed on that stream; in front of a load they are retired on the forwards'."""
+def test_what_ended_requests_rested_on_is_looked_at_before_a_load_may_write_there(monkeypatch):
+    """Where it lies is computed on the scheduler's stream; in front of a load it is looked at on the forwards'."""
     order: list[Any] = []
     tiers = hicache.HostTiers.__new__(hicache.HostTiers)
-    forwards = SimpleNamespace(wait_stream=lambda other: order.append(("waits for", other)))
+    forwards = SimpleNamespace(name="forwards")
     tiers._device = torch.device("cuda")
+    tiers._scheduled = SimpleNamespace(
+        record=lambda: order.append("the scheduler's"), wait=lambda stream: order.append(f"{stream.name} wait")
+    )
     tiers._controller = SimpleNamespace(load_fence_stream=forwards, load_queue=[1])
     tiers._following = lambda what: contextlib.nullcontext()
-    tiers._retire_freed = lambda: order.append("retires")
+    tiers._ended, tiers._complete_ended = [1], lambda: order.append("looked at")
 
     @contextlib.contextmanager
     def on(stream: Any) -> Iterator[None]:
-        order.append("the forwards'" if stream is forwards else stream)
+        order.append(f"on the {stream.name}")
         yield
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the scheduler's")
     monkeypatch.setattr(torch.cuda, "stream", on)
     tiers._start_loading(lambda: order.append("loads"))
-    assert order == [("waits for", "the scheduler's"), "the forwards'", "retires", "loads"]
+    assert order == ["the scheduler's", "forwards wait", "on the forwards", "looked at", "loads"]
+    tiers._ended = []
+    tiers._start_loading(lambda: order.append("loads again"))
+    assert order[5:] == ["loads again"]
 
 
 @pytest.mark.parametrize("is_beside", [True, False])
@@ -243,6 +247,7 @@ def test_what_comes_back_while_a_forward_runs_is_looked_at_beside_it(monkeypatch
     tiers = hicache.HostTiers.__new__(hicache.HostTiers)
     tiers._device, tiers._beside, tiers.is_loading = torch.device("cuda"), beside, True
     tiers._following = lambda what: contextlib.nullcontext()
+    tiers._retire_freed = lambda: order.append(f"retires on {current[-1].name}")
     monkeypatch.setattr(tiers, "settle", lambda: order.append("settles"))
     tiers._tiers = [SimpleNamespace(is_quiet=False, land=lambda: order.append(f"lands on {current[-1].name}"))]
     if is_beside:
@@ -255,6 +260,7 @@ def test_what_comes_back_while_a_forward_runs_is_looked_at_beside_it(monkeypatch
             "beside waits for forwards",
             "the forward is launched",
             "settles",
+            "retires on beside",
             "lands on beside",
             "forwards waits for beside",
         ]

@@ -71,7 +71,7 @@ class HostTiers:
         patches: what is wrapped.
         ended: the requests that have ended and have not been looked at.
         complete_ended: looks at what they rested on, on the stream of the caller.
-        retire_freed: does so too, and retires the slots that were freed up to now.
+        retire_freed: does so too, and retires the slots that were freed up to now, likewise.
         following: gives the context, by what is done, of a part of the canary that may fail where the engine must not;
             where it did, no slot's record may be relied on.
         updates: returns how often the weights have changed.
@@ -95,7 +95,10 @@ class HostTiers:
     ) -> None:
         self._following, self._device = following, manager.device
         self._ended, self._complete_ended, self._retire_freed = ended, complete_ended, retire_freed
-        self._beside = torch.cuda.Stream(manager.device) if manager.device.type == "cuda" else None
+        on_gpu = manager.device.type == "cuda"
+        self._beside = torch.cuda.Stream(manager.device) if on_gpu else None
+        # Behind all that the scheduler's stream has been given.
+        self._scheduled = torch.Event(manager.device) if on_gpu else None
         self._unverified = manager.unverified
         self._controller = controller = scheduler.tree_cache.cache_controller
         # What the controller is about to copy.
@@ -163,13 +166,17 @@ class HostTiers:
         The stream waits for the bytes.
 
         Args:
-            is_beside: whether a forward is under way that `look_beside` was called before: what has come back is looked
-                at while that runs, on a stream of its own, which the stream of the forwards waits for.
+            is_beside: whether a forward is under way that `look_beside` was called before: freed slots are retired, and
+                what has come back is looked at, while that runs, on a stream of its own, which the stream of the
+                forwards waits for.
         """
         self.settle()
         self.is_loading = False
         beside = self._beside if is_beside else None
         with nullcontext() if beside is None else torch.cuda.stream(beside):
+            if is_beside:
+                # Some of these have been loaded to: they are no longer freed once they have records.
+                self._retire_freed()
             for tier in self._tiers:
                 if not tier.is_quiet:
                     with self._following("the host tier"):
@@ -242,10 +249,10 @@ class HostTiers:
         patches.wrap(pool, "clear", clear)
 
     def _start_loading(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Called around the beginning of a load, which writes to slots that were freed a moment ago."""
-        if self._controller.load_queue:
+        """Called around the beginning of a load, which may write to slots that ended requests rested on."""
+        if self._controller.load_queue and self._ended:
             with self._following("a load from the host"), self._on_forwards_stream():
-                self._retire_freed()
+                self._complete_ended()
         return original(*args, **kwargs)
 
     def _results_processed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -267,12 +274,14 @@ class HostTiers:
     def _on_forwards_stream(self) -> AbstractContextManager[Any]:
         """Launch where forwards run: a load waits for all that is launched there.
 
-        Which slots were freed is computed on the scheduler's stream, and may not be known there yet.
+        What is read there is computed on the scheduler's stream, and may not be known there yet.
         """
         stream = self._controller.load_fence_stream
-        if stream is None or self._device.type != "cuda":
+        if stream is None or self._scheduled is None:
             return nullcontext()
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        # wait_stream() makes an event each time, of a kind that takes longer.
+        self._scheduled.record()
+        self._scheduled.wait(stream)
         return torch.cuda.stream(stream)
 
     def _doubt_failed(self) -> None:

@@ -458,9 +458,9 @@ class Session:
         if forward_batch.contains_mm_inputs():
             # The model takes the places of images out of the input ids, where these are.
             return False
-        # What ended requests rested on is looked at before somebody writes there.
-        if self._lifetime.has_freed or self._ended:
-            self._retire_freed()
+        # What ended requests rested on is looked at before somebody writes there; what was freed is retired later.
+        if self._ended:
+            self._complete_ended()
         tiers.look_beside()
         return True
 
@@ -473,7 +473,7 @@ class Session:
         """
         if self.off or runner not in self._groups or not forward_batch.batch_size:
             return None
-        if self._lifetime.has_freed or self._ended:
+        if not is_late and (self._lifetime.has_freed or self._ended):
             self._retire_freed()
         if self._host_tiers is not None:
             self._host_tiers.before_forward(is_beside=is_late)
