@@ -18,7 +18,7 @@ from kv_canary import ops
 from kv_canary.observers import Observer, events
 from kv_canary.observers.base import StepFacts
 from kv_canary.reports import ViolationReport, bundle, reporter
-from kv_canary.runtime import device_state, drain, host, launches, unverified
+from kv_canary.runtime import device_state, drain, host, launches, pools, unverified
 from kv_canary.specs.structures import ResolvedSlots, WritePlan
 
 OPS = (
@@ -48,7 +48,7 @@ PLACES: tuple[tuple[Any, str], ...] = (
     (WritePlan, "allocate"),
     (unverified.Unverified, "_take_in"),
     (unverified.Unverified, "written"),
-    (unverified.Unverified, "_inside"),
+    (pools.KvPool, "inside"),
     (reporter.IncidentReporter, "_take"),
     (reporter.IncidentReporter, "_surroundings"),
     (bundle.BundleFolder, "save"),

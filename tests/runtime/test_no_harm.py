@@ -20,7 +20,6 @@ from kv_canary.runtime.drain import Drain
 from kv_canary.runtime.guard import Guard
 from kv_canary.runtime.history import StepHistory
 from kv_canary.runtime.summary import RECENT_STEPS
-from kv_canary.runtime.unverified import Unverified
 
 from .engine import Engine, Request, full_engine, make_pool
 from .test_observers import flip
@@ -152,7 +151,7 @@ def test_records_that_could_not_be_marked_are_all_dropped(monkeypatch: pytest.Mo
     engine.step((a, 20))
     with monkeypatch.context() as patch:
         patch.setattr(ops, "write", strike(ops.write, at=1, behind=False))
-        patch.setattr(Unverified, "_inside", strike(Unverified._inside, at=1, behind=False))
+        patch.setattr(kc.KvPool, "inside", strike(kc.KvPool.inside, at=1, behind=False))
         engine.step((a, 1))
     engine.step((a, 1))
     engine.manager.flush()
