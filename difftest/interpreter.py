@@ -3,11 +3,14 @@
 A launch puts the interpreter's functions in the place of the language's, and takes them back when it is over; every
 call of a device function within it does the first again. Both look for what there is to replace, which takes longer
 than the kernels of most calls do, and find the same each time. Every value that a kernel computes gets a type, whose
-shape is checked, wrapped and written out again; there are few shapes, and what comes of one is kept.
+shape is checked, wrapped and written out again; there are few shapes, and what comes of one is kept. Sums, differences
+and products of 32 bits are computed once more in 64, to see whether they overflow, which nobody looks at where nothing
+is debugged.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +76,7 @@ def quicken() -> None:
     interpreter.InterpretedFunction.__call__ = call
     _keep_shapes(tl.core)
     _keep_dtypes(interpreter)
+    _leave_out_overflows(interpreter.interpreter_builder)
 
 
 def _keep_shapes(core: Any) -> None:
@@ -135,3 +139,12 @@ def _keep_dtypes(interpreter: Any) -> None:
         return known[name]
 
     interpreter._get_np_dtype = np_dtype
+
+
+def _leave_out_overflows(builder: Any) -> None:
+    """Have no overflow looked for, as Triton's compilers do, where that could stop nothing: only debugging asserts."""
+    options = builder.options
+    if dataclasses.is_dataclass(options) and not getattr(options, "debug", True):
+        names = {field.name for field in dataclasses.fields(options)}
+        if "sanitize_overflow" in names:
+            builder.options = dataclasses.replace(options, sanitize_overflow=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -109,3 +111,24 @@ def test_what_is_equal_to_a_size_is_not_taken_for_it() -> None:
     assert list(tl.block_type(tl.int32, [True]).shape) == [True]
     assert [type(size) for size in tl.block_type(tl.int32, [1]).shape] == [int]
     assert [type(size.value) for size in tl.tensor(None, tl.block_type(tl.int32, [1])).shape] == [int]
+
+
+def test_an_overflow_is_looked_for_only_where_that_stops_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import interpreter
+
+    from kv_canary.difftest.interpreter import _leave_out_overflows
+
+    def asks(options: object) -> bool:
+        builder = SimpleNamespace(options=options)
+        _leave_out_overflows(builder)
+        return bool(builder.options.sanitize_overflow)
+
+    assert not asks(interpreter.InterpreterOptions())
+    assert asks(interpreter.InterpreterOptions(debug=True))
+    # Of a Triton whose options are of another kind.
+    assert asks(SimpleNamespace(sanitize_overflow=True, debug=False))
+    # That of all tests is without, and what overflows wraps around as ever.
+    assert not interpreter.interpreter_builder.options.sanitize_overflow
+    x = torch.tensor([2**31 - 1, 2**30, -5, 3], dtype=torch.int32)
+    _double[(1,)](x, SIZE=4, FAILS=False)
+    assert x.tolist() == [-2, -(2**31), -10, 6]

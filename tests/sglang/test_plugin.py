@@ -87,9 +87,9 @@ def test_a_missing_target_ends_the_process():
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("KV_CANARY_MODE", "rais", "mode must be one of log, raise"),
+        pytest.param("KV_CANARY_MODE", "rais", "mode must be one of log, raise", marks=pytest.mark.long),
         ("KV_CANARY_READ_BITES", "16", "did you mean KV_CANARY_READ_BYTES"),
-        ("KV_CANARY_STRIDE", "0", "stride must be at least 1"),
+        pytest.param("KV_CANARY_STRIDE", "0", "stride must be at least 1", marks=pytest.mark.long),
     ],
 )
 def test_a_wrong_setting_ends_the_process(name, text, said):

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from kv_canary.difftest.interpreter import quicken
 from kv_canary.settings import ENVIRONMENT
 
 Runner = Literal["V1", "V2"]
@@ -132,6 +133,8 @@ class Engine:
         if embeds:
             arguments = {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False, **arguments}
         prepare()
+        if runner == "V2":
+            quicken()
         with _environment(settings), _asynchronous() if asynchronous else contextlib.nullcontext():
             from vllm import LLM
 
