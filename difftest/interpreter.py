@@ -144,7 +144,6 @@ def _keep_dtypes(interpreter: Any) -> None:
 def _leave_out_overflows(builder: Any) -> None:
     """Have no overflow looked for, as Triton's compilers do, where that could stop nothing: only debugging asserts."""
     options = builder.options
-    if dataclasses.is_dataclass(options) and not getattr(options, "debug", True):
-        names = {field.name for field in dataclasses.fields(options)}
-        if "sanitize_overflow" in names:
-            builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    names = {field.name for field in dataclasses.fields(options)} if dataclasses.is_dataclass(options) else set()
+    if "sanitize_overflow" in names and not getattr(options, "debug", True):
+        builder.options = dataclasses.replace(options, sanitize_overflow=False)
