@@ -919,14 +919,13 @@ def test_a_backup_is_few_launches() -> None:
     t, _, device, host = lived()
     with Calls() as calls:
         backup = t.tier.backup(device, host)
-    # One is on the host: its slots are counted from 1.
-    assert calls.count <= 6
+    assert 0 < calls.count <= 5
     t.copied(host, device, back=False)
     t.tier.backed_up(backup)
     assert t.found() == {}
 
 
-def test_a_load_leaves_what_has_arrived_for_the_forward_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_leaves_what_has_arrived_for_the_forward_that_reads_it() -> None:
     t, a, device, host = lived()
     t.backup(device, host)
     first = t.engine.allocate(t.group.pool, 10)
@@ -941,23 +940,6 @@ def test_a_load_leaves_what_has_arrived_for_the_forward_that_reads_it(monkeypatc
     t.step((a, 1))
     assert t.found() == {}
     assert t.engine.manager.summary().unverified == 0
-
-
-def test_host_slots_may_be_freed_while_their_backup_and_their_load_wait_to_be_taken_in() -> None:
-    t, a, device, host = lived()
-    t.backup(device, host)
-    first = t.engine.allocate(t.group.pool, 10)
-    new = torch.arange(first, first + 10)
-    t.tier.load(host, new)
-    t.copied(host, new, back=True)
-    t.tier.loaded()
-    t.tier.free(host)
-    t.engine.tables["full"][a.row, :10] = new.int()
-    t.tier.land()
-    t.step((a, 1))
-    assert t.found() == {}
-    assert t.engine.manager.summary().unverified == 0
-    assert len(t.tier.held) == 0
 
 
 def test_what_came_from_elsewhere_before_a_load_is_what_is_loaded() -> None:
