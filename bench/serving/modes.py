@@ -37,8 +37,12 @@ class Shape:
         """Bytes of K and V of one token, in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * (4 if self.dtype == "float32" else 2)
 
-    def config(self) -> dict[str, Any]:
-        """Return the model's config.json."""
+    def config(self, *, positions: int = 0) -> dict[str, Any]:
+        """Return the model's config.json.
+
+        Args:
+            positions: that it must have room for; it has 8,192 in any case.
+        """
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -50,7 +54,7 @@ class Shape:
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
             "vocab_size": self.vocabulary,
-            "max_position_embeddings": 8192,
+            "max_position_embeddings": max(8192, 1 << positions.bit_length()),
             "rms_norm_eps": 1e-5,
             "rope_theta": 500000.0,
             "tie_word_embeddings": False,

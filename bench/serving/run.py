@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch.multiprocessing
 
 from kv_canary.bench.serving import cores, sharing, worker
-from kv_canary.bench.serving.modes import MODELS, MODES, NONE, Shape
+from kv_canary.bench.serving.modes import LEAST_ANSWER, MODELS, MODES, NONE, Shape
 
 # Seconds that a scheduler may take to start, and to answer.
 _START, _ANSWER = 300, 240
@@ -24,6 +24,8 @@ _HOST_STEPS, _TRACED_STEPS = 64, 28
 _CORES = 4
 # What CUDA graphs' sizes a service needs that has any number of requests.
 _PARTS = 8
+# Positions that a model has behind the last one of a request.
+_SPARE_POSITIONS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +301,10 @@ class Measurement:
         sizes = sizes or {running}
         folder = settings.out / f"model-{self._model}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(shape.config()), encoding="utf-8")
+        longest = [context + new for _, context in batches]
+        longest += [context + (answer[0] if answer else LEAST_ANSWER) for _, _, context, *answer in settings.tiers]
+        config = shape.config(positions=max(longest, default=0) + _SPARE_POSITIONS)
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         shared = None
         if settings.shared and not more and settings.device == "cuda":
             sharing.let_go()

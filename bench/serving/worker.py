@@ -118,7 +118,8 @@ class Worker:
 
     def __init__(self, spec: Spec, connection: Connection, shared: Shared | None) -> None:
         self._spec, self._connection = spec, connection
-        self._count = 0
+        # Tokens that each request was asked for, by its name.
+        self._asked: dict[str, int] = {}
         self._prompts: dict[tuple[int, int], list[list[int]]] = {}
         # Rounds of `do_tiers` so far.
         self._turns = 0
@@ -273,6 +274,7 @@ class Worker:
             served += [req for req in running if req.finished()]
             running = [req for req in running if not req.finished()]
         seconds = (time.perf_counter_ns() - began) / 1e9
+        self._expect_answered(served)
         answer: dict[str, Any] = {
             "tokens_per_s": (documents * context + sum(answers)) / seconds,
             "hit": sum(req.cached_tokens for req in served) / (documents * context),
@@ -349,6 +351,7 @@ class Worker:
             if each is not None and passes[-1].decodes:
                 each(decoded)
             if self._scheduler.last_batch is None and all(r.finished() for r in reqs):
+                self._expect_answered(reqs)
                 return reqs, passes
 
     def _passed(self) -> Pass:
@@ -379,11 +382,24 @@ class Worker:
         """Queue requests, each for so many new tokens."""
         messages = []
         for prompt, length in zip(prompts, lengths, strict=True):
-            self._count += 1
-            messages.append(self._engine.message(f"request {self._count}", array("q", prompt), new_tokens=length))
+            name = f"request {len(self._asked) + 1}"
+            self._asked[name] = length
+            messages.append(self._engine.message(name, array("q", prompt), new_tokens=length))
         before = len(self._scheduler.waiting_queue)
         self._scheduler.process_input_requests(messages)
         return list(self._scheduler.waiting_queue[before:])
+
+    def _expect_answered(self, reqs: Sequence[Any]) -> None:
+        """See that requests were answered as they were asked: one that is refused ends as well, and at once.
+
+        Raises:
+            RuntimeError: one was not.
+        """
+        for req in reqs:
+            asked, answered, why = self._asked[req.rid], len(req.output_ids), req.finished_reason.to_json()
+            if answered != asked or why["type"] != "length":
+                expected = f"{req.rid} must be answered with {asked} tokens"
+                raise RuntimeError(f"kv-canary: bench: {expected}, got {answered} ({why})")
 
     def _flush(self) -> None:
         if not self._scheduler.flush_cache(empty_cache=False):

@@ -11,8 +11,10 @@ pytest.importorskip("sglang")
 
 from click.testing import CliRunner
 
-from kv_canary.bench.serving import run
+from kv_canary.bench.serving import modes, run
 from kv_canary.cli import main
+
+CONFIG = modes.Shape.config
 
 SMALL = ["--device", "cpu", "--models", "tiny", "--decode", "4x32", "--prefill", "2x96", "--new", "40", "--rounds", "1"]
 
@@ -65,6 +67,26 @@ def test_documents_that_no_pool_holds_come_back_from_host_memory(shapes: str, tm
     ]
     # Four fifths of each prompt, though the pool holds half of what is asked for.
     assert [(r["hit"], r["checks"]) for r in rows] == [(0.8, [])] * len(rows)
+
+
+def test_a_request_that_is_refused_is_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends as well, and faster than any that is served."""
+    monkeypatch.setattr(modes.Shape, "config", lambda self, positions: {**CONFIG(self), "max_position_embeddings": 96})
+    path = tmp_path / "cost.json"
+    arguments = [*SMALL, "--decode", "", "--modes", "none", "--json", str(path), "--out", str(tmp_path / "out")]
+    ran = CliRunner().invoke(main, ["bench", "engine", *arguments])
+    assert ran.exit_code == 1
+    assert "must be answered with 1 tokens, got" in ran.output
+
+
+def test_a_model_has_room_for_what_is_asked_of_it() -> None:
+    rooms = {positions: CONFIG(modes.MODELS["8b"], positions=positions) for positions in (0, 8191, 8192, 10272)}
+    assert {asked: config["max_position_embeddings"] for asked, config in rooms.items()} == {
+        0: 8192,
+        8191: 8192,
+        8192: 16384,
+        10272: 16384,
+    }
 
 
 def test_a_mode_that_fails_is_said_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
