@@ -120,7 +120,7 @@ class _Load:
     slots: torch.Tensor
     host: torch.Tensor
     fetched: Fetched | None = None
-    arrived: torch.cuda.Event | None = None
+    arrived: torch.Event | torch.cuda.Event | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -276,14 +276,19 @@ class HostTier:
         self._loading = _Load(slots=slots, host=host)
         self._loads.append(self._loading)
 
-    def loaded(self) -> None:
-        """Take in that the bytes of the last load are copied, on the stream that copies them."""
+    def loaded(self, arrived: torch.Event | torch.cuda.Event | None = None) -> None:
+        """Take in that the bytes of the last load are copied, on the stream that copies them.
+
+        Args:
+            arrived: what was recorded there behind them, so that the call may come from anywhere; None: nothing was.
+        """
         load, self._loading = self._loading, None
-        if load is None:
+        if load is None or not load.slots.is_cuda:
             return
-        if load.slots.is_cuda:
-            load.arrived = torch.cuda.Event()
-            load.arrived.record()
+        if arrived is None:
+            arrived = torch.Event(load.slots.device)
+            arrived.record()
+        load.arrived = arrived
 
     def fetch(self, host_slots: torch.Tensor) -> Fetched:
         """Return what slots have now, for `put_back` once their bytes are on the device, whoever has them by then.

@@ -52,7 +52,7 @@ def test_what_ends_is_noted_and_what_is_put_off_or_kept_is_not() -> None:
         patches=patches,
         row_ended=rows.append,
         frees=lambda req: freers.append(None if req is None else req.rid),
-        following=lambda what: suppress(AttributeError),
+        noting=suppress(AttributeError),
         completes=True,
     )
     assert cache.claim_kv_row(request("kept", session=True)) is True

@@ -892,8 +892,8 @@ def test_a_load_under_way_outlives_what_fails_in_storage(request, kind, when, tm
         if when == "another pool's begins" and not failed:
             fail()
 
-    def end(self: Any) -> None:
-        loaded(self)
+    def end(self: Any, *args: Any) -> None:
+        loaded(self, *args)
         if when == "it is copied" and not failed:
             fail()
 

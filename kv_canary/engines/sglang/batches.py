@@ -21,6 +21,7 @@ _NEEDED = ("rid", "origin_input_ids", "output_ids", "finished")
 # Under this name a forward batch carries what `note` has seen.
 _NOTED = "kv_canary_requests"
 _COMPOSED = "kv_canary_composition"
+_MADE_OF = "kv_canary_batch"
 
 
 class UnknownKindError(ValueError):
@@ -91,6 +92,16 @@ def note(forward_batch: Any, schedule_batch: Any) -> None:
         else:
             who[number] = Noted(req=who[number].req, row=who[number].row, beam=beam)
     setattr(forward_batch, _NOTED, tuple(who))
+
+
+def note_later(forward_batch: Any, schedule_batch: Any) -> None:
+    """Remember with a forward batch what it was made of, which stays as it is until the forward is launched."""
+    setattr(forward_batch, _MADE_OF, schedule_batch)
+
+
+def noted_later(forward_batch: Any) -> Any:
+    """Return, once, what a forward batch was made of; None where that is not remembered."""
+    return forward_batch.__dict__.pop(_MADE_OF, None)
 
 
 def note_composed(forward_batch: Any, composition: Composition) -> None:

@@ -22,7 +22,7 @@ class Ended:
         patches: what its methods are wrapped with.
         row_ended: called with the row of a request that gives its slots back, for good or for a while.
         frees: called with a request whose slots are given back from here on, and with None once they are.
-        following: gives the context, by what is done, of a part of the canary that may fail where the engine must not.
+        noting: the context of what is noted, entered again and again: it may fail where the engine must not.
         completes: whether what ended requests rested on is to be taken.
         keeps: called with tensors that were made on the scheduler's stream, before launches on the forwards' read them.
     """
@@ -35,12 +35,12 @@ class Ended:
         patches: Patches,
         row_ended: Callable[[int], None],
         frees: Callable[[Any], None] = lambda req: None,
-        following: Callable[[str], AbstractContextManager[Any]],
+        noting: AbstractContextManager[Any],
         completes: bool,
         keeps: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None,
     ) -> None:
         self._completes, self._keeps = completes, keeps
-        self._groups, self._row_ended, self._frees, self._following = groups, row_ended, frees, following
+        self._groups, self._row_ended, self._frees, self._noting = groups, row_ended, frees, noting
         self._ended: list[tuple[str, Mapping[str, torch.Tensor]]] = []
         patches.wrap(tree_cache, "claim_kv_row", self._claim)
         patches.wrap(tree_cache, "on_release", self._release)
@@ -66,14 +66,14 @@ class Ended:
         is_kept = original(req, *args, **kwargs)
         # A session's request goes on, in its row.
         if not is_kept:
-            with self._following("noting a request that has ended"):
+            with self._noting:
                 self._frees(req)
                 self._note(req)
         return is_kept
 
     def _release(self, original: Callable[..., Any], req: Any, *args: Any, **kwargs: Any) -> Any:
         """Called around what a prefix cache does once a request has given its slots back."""
-        with self._following("noting a request that has ended"):
+        with self._noting:
             self._frees(None)
         return original(req, *args, **kwargs)
 

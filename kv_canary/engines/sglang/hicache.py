@@ -104,11 +104,14 @@ class HostTiers:
         # What the controller is about to copy.
         self._operation: Any = None
         self._tiers: list[HostTier] = []
+        # The controller's pools, with the tiers of each.
+        self._entries: list[tuple[Any, Sequence[HostTier]]] = []
         self.is_loading = False
         patches.wrap(controller, "_move_write_operation", self._note_write)
         patches.wrap(controller, "_move_op_indices", self._note)
         patches.wrap(controller, "start_loading", self._start_loading)
         patches.wrap(controller, "write_storage", self._write_storage)
+        patches.wrap(controller.l2_transfer_engine, "submit_host_to_device", self._load)
         patches.wrap(scheduler.tree_cache, "flush_pending_backups", self._results_processed)
         by_pool: dict[str, Sequence[HostTier]] = {}
         for entry in controller.mem_pool_host.entries:
@@ -192,8 +195,8 @@ class HostTiers:
     def _watch(self, entry: Any, tiers: Sequence[HostTier], patches: Patches) -> None:
         """Follow the copies, and the slots, of one of the controller's pools."""
         pool = entry.host_pool
-        last = pool.target_layer_num - 1 if hasattr(pool, "target_layer_num") else pool.layer_num - 1
         self._tiers += tiers
+        self._entries.append((entry, tiers))
 
         def backup(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             backups: list[Backup] = []
@@ -204,29 +207,6 @@ class HostTiers:
             with self._following("a backup to the host"):
                 for tier, its in zip(tiers, backups, strict=False):
                     tier.backed_up(its)
-            return result
-
-        def load(
-            original: Callable[..., Any],
-            device_pool: Any,
-            host_indices: Any,
-            device_indices: Any,
-            layer: int,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            if layer == 0:
-                with self._following("a load from the host"):
-                    self._doubt_failed()
-                    device, host = self._slots(entry)
-                    for tier in tiers:
-                        tier.load(host, device)
-                    self.is_loading = True
-            result = original(device_pool, host_indices, device_indices, layer, *args, **kwargs)
-            if layer == last:
-                with self._following("a load from the host"):
-                    for tier in tiers:
-                        tier.loaded()
             return result
 
         def free(original: Callable[..., Any], indices: torch.Tensor) -> Any:
@@ -244,7 +224,6 @@ class HostTiers:
             return result
 
         patches.wrap(pool, "backup_from_device_all_layer_physical", backup)
-        patches.wrap(pool, "load_to_device_per_layer_physical", load)
         patches.wrap(pool, "free", free)
         patches.wrap(pool, "clear", clear)
 
@@ -254,6 +233,24 @@ class HostTiers:
             with self._following("a load from the host"), self._on_forwards_stream():
                 self._complete_ended()
         return original(*args, **kwargs)
+
+    def _load(self, original: Callable[..., Any], transfers: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """Called around the launch of a load, of all layers and pools; each layer is there when the model wants it."""
+        loads: list[HostTier] = []
+        with self._following("a load from the host"):
+            self._doubt_failed()
+            for entry, tiers in self._entries:
+                if any(transfer.host_pool is entry.host_pool for transfer in transfers):
+                    device, host = self._slots(entry)
+                    for tier in tiers:
+                        tier.load(host, device)
+                        loads.append(tier)
+            self.is_loading = True
+        result = original(transfers, *args, **kwargs)
+        with self._following("a load from the host"):
+            for tier in loads:
+                tier.loaded(result.finish_event)
+        return result
 
     def _results_processed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Called around what the scheduler does last with the results of a batch.

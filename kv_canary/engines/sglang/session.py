@@ -230,7 +230,7 @@ class Session:
                 row_ended=self._row_ended,
                 frees=self._frees,
                 keeps=self.manager.keep,
-                following=self._contain,
+                noting=self._contain("noting a request that has ended", allocates=False),
                 # What a decode server frees may be filled by a transfer before the step that would look there.
                 completes=self.manager.completes and scheduler.server_args.disaggregation_mode != "decode",
             )
@@ -314,13 +314,20 @@ class Session:
     def note(self, forward_batch: Any, schedule_batch: Any) -> None:
         """Keep with a forward batch who the forward is of."""
         with self._notes:
-            composition = None
-            if self._speculation is None and not beams.has_rows(schedule_batch):
-                composition = self._composer.compose(schedule_batch)
-            if composition is None:
-                batches.note(forward_batch, schedule_batch)
+            if self._speculation is None and self._host_tiers is not None and self._host_tiers.is_loading:
+                # The device has nothing to do meanwhile; behind the launch it has.
+                batches.note_later(forward_batch, schedule_batch)
             else:
-                batches.note_composed(forward_batch, composition)
+                self._compose(forward_batch, schedule_batch)
+
+    def _compose(self, forward_batch: Any, schedule_batch: Any) -> None:
+        composition = None
+        if self._speculation is None and not beams.has_rows(schedule_batch):
+            composition = self._composer.compose(schedule_batch)
+        if composition is None:
+            batches.note(forward_batch, schedule_batch)
+        else:
+            batches.note_composed(forward_batch, composition)
 
     def forward(self, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Verify what a forward is about to read, run it, and record what it has written.
@@ -502,6 +509,8 @@ class Session:
     def _composed(self, forward_batch: Any) -> BatchRequests | None:
         """Return the requests of a forward in arrays; None: they have to be described one by one."""
         try:
+            if self._host_tiers is not None and (made_of := batches.noted_later(forward_batch)) is not None:
+                self._compose(forward_batch, made_of)
             return self._composer.requests(forward_batch, lookahead=self._lookahead)
         except batches.UnknownKindError:
             # Of none of its requests, or of some: that is told where they are described.
