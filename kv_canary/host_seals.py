@@ -86,7 +86,8 @@ class _Half:
         parts = data.view(np.uint32).reshape(len(slots), count, 2)
         for layer, rows in enumerate(self._rows):
             data[:, : source.bytes_per_token] = rows[row, page, token]
-            data[:, source.bytes_per_token :] = 0
+            if source.bytes_per_token < 8 * count:
+                data[:, source.bytes_per_token :] = 0
             parts += self._keys + self._layer_keys[layer]
             products = np.multiply(parts[..., 0], parts[..., 1], dtype=np.uint64)
             sums[:, layer // self._per_band] += products.sum(axis=1)

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from kv_canary.runtime.manager import CanaryManager
 
 # Share of a core that the thread takes; slots that it looks at before it looks at the time again, and bytes of a layer
-# of theirs at most, which stay in a core's cache.
-CHECKED_SHARE, _MOST_AT_ONCE, _BYTES_AT_ONCE = 0.05, 256, 1 << 17
+# of theirs at most. As many as that: a thread that takes Python's lock after every few microseconds of NumPy, as it
+# does with 128 KB, makes an engine's beside it more than three times as slow meanwhile.
+CHECKED_SHARE, _MOST_AT_ONCE, _BYTES_AT_ONCE = 0.05, 4096, 1 << 21
 _LOW = np.uint64(0xFFFFFFFF)
 # Slots that are looked through at once for those that hold something.
 _SCANNED_AT_ONCE = 1 << 16
@@ -517,16 +518,20 @@ class HostTier:
                 return
 
     def _next_waiting(self) -> np.ndarray:
-        """Return as many slots that wait as are looked at at once, and have them wait no more."""
-        try:
-            slots = self._waiting.popleft()
-        except IndexError:
-            return np.zeros(0, np.int64)
-        if len(slots) > self._at_once:
-            self._waiting.appendleft(slots[self._at_once :])
-            slots = slots[: self._at_once]
-        self._taken += len(slots)
-        return slots
+        """Return as many slots that wait as are looked at at once, of few backups or many; they wait no more."""
+        pieces, room = list[np.ndarray](), self._at_once
+        while room:
+            try:
+                slots = self._waiting.popleft()
+            except IndexError:
+                break
+            if len(slots) > room:
+                self._waiting.appendleft(slots[room:])
+                slots = slots[:room]
+            pieces.append(slots)
+            room -= len(slots)
+        self._taken += self._at_once - room
+        return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
 
     def _is(self, generations: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Whether something is known of slots, by the generations that it is known as of."""

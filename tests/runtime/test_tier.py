@@ -398,6 +398,22 @@ def test_of_too_many_that_wait_the_oldest_are_come_to_in_turn(monkeypatch: pytes
     assert {r.slot for r in t.engine.manager.reports} == {46, 22}
 
 
+def test_small_backups_are_looked_at_together() -> None:
+    """A look at few bytes is many calls of Python's, which an engine's thread waits for."""
+    t, _, device, _ = lived()
+    for first in (20, 32, 44):
+        t.backup(device, torch.arange(first, first + 10))
+        t.tier.settle()
+    t.tier._at_once = 24
+    t.halves[0][0, 47, 0] ^= 1
+    t.halves[0][0, 48, 0] ^= 1
+    for looked, waiting, wrong in ((24, 6, {48}), (6, 0, {48, 49})):
+        assert t.tier.check() == looked
+        assert t.tier.facts.waiting == waiting
+        t.engine.manager.flush()
+        assert {r.slot for r in t.engine.manager.reports} == wrong
+
+
 def test_of_one_backup_that_is_too_large_the_last_slots_are_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_module, "_MOST_WAITING", 4)
     t, _, device, host = lived()
