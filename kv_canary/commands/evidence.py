@@ -141,7 +141,8 @@ KINDS = {
     "tiers_cost": Evidence(
         files=(*_on_cards("engine_cost_tiers"), *_on_cards("engine_cost_tiers_more")),
         sources=(*SGLANG, *TIERS, *SERVING),
-        command="kv-canary bench engine --models 8b --tiers 8x32x4096, and 8x32x4096x128, --starts 3 --json FILE",
+        command="kv-canary bench engine --models 8b --tiers SERVICES --starts 3 --json FILE, where SERVICES are "
+        "8x32x4096,8x32x4096x128 and, in another file, 4x18x10240,8x18x10240",
     ),
     "vllm_cost": Evidence(
         files=_on_cards("vllm_cost"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ pytest.importorskip("sglang")
 
 from click.testing import CliRunner
 
-from kv_canary.bench.serving import modes, run
+from kv_canary.bench.serving import modes, run, worker
 from kv_canary.cli import main
 
 CONFIG = modes.Shape.config
@@ -69,14 +70,20 @@ def test_documents_that_no_pool_holds_come_back_from_host_memory(shapes: str, tm
     assert [(r["hit"], r["checks"]) for r in rows] == [(0.8, [])] * len(rows)
 
 
-def test_a_request_that_is_refused_is_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends as well, and faster than any that is served."""
-    monkeypatch.setattr(modes.Shape, "config", lambda self, positions: {**CONFIG(self), "max_position_embeddings": 96})
-    path = tmp_path / "cost.json"
-    arguments = [*SMALL, "--decode", "", "--modes", "none", "--json", str(path), "--out", str(tmp_path / "out")]
-    ran = CliRunner().invoke(main, ["bench", "engine", *arguments])
-    assert ran.exit_code == 1
-    assert "must be answered with 1 tokens, got" in ran.output
+@pytest.mark.parametrize(
+    ("tokens", "why", "is_whole"), [(3, "length", True), (2, "length", False), (3, "abort", False), (0, "abort", False)]
+)
+def test_a_request_that_is_refused_is_no_round(tokens: int, why: str, is_whole: bool) -> None:
+    """It ends as well, and faster than any that is served; it may have a token even so."""
+    serving = worker.Worker.__new__(worker.Worker)
+    serving._asked = {"request 1": 3}
+    finished = SimpleNamespace(to_json=lambda: {"type": why})
+    req = SimpleNamespace(rid="request 1", output_ids=[5] * tokens, finished_reason=finished)
+    if is_whole:
+        serving._expect_answered([req])
+        return
+    with pytest.raises(RuntimeError, match=f"request 1 must be answered with 3 tokens, got {tokens} .*{why}"):
+        serving._expect_answered([req])
 
 
 def test_a_model_has_room_for_what_is_asked_of_it() -> None:
