@@ -99,7 +99,7 @@ def churn(scheduler: Any, seed: int) -> tuple[list[Any], set[str]]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_tight_pool_with_aborts_is_clean(llama, overlap, seed):
     scheduler = build(
         llama, "raise", disable_overlap_schedule=not overlap, max_total_tokens=420, max_running_requests=32

@@ -96,6 +96,7 @@ def test_a_model_has_room_for_what_is_asked_of_it() -> None:
     }
 
 
+@pytest.mark.long
 def test_a_mode_that_fails_is_said_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are batches missed that are left out."""
     monkeypatch.setenv("KV_CANARY_STRIDE", "-7")

@@ -17,7 +17,7 @@ LENGTHS = (3, 15, 16, 17, 64, 65, 128, 150)
 
 
 # Of the settings with a model whose layers slide, which is slower, those that hold the others' parts.
-SLIDING = ("plain", "overlap, page 16")
+SLIDING = ("overlap, page 16",)
 
 
 def models_in(*variants: str) -> pytest.MarkDecorator:
@@ -252,7 +252,7 @@ ROUNDS = (
             id="tight, mixed",
             marks=pytest.mark.long,
         ),
-        pytest.param({"tp_size": 2}, id="two ranks"),
+        pytest.param({"tp_size": 2}, id="two ranks", marks=pytest.mark.long),
     ],
 )
 def test_an_engine_of_processes_is_clean(llama, args):

@@ -95,8 +95,15 @@ def test_lengths_that_are_on_the_device_only_are_waited_for(models: tuple[str, s
     assert {"TARGET_VERIFY", "DRAFT_EXTEND_V2"} | drafting == set(without)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    ("mixed", "overlap"),
+    [
+        (False, False),
+        pytest.param(False, True, marks=pytest.mark.long),
+        pytest.param(True, False, marks=pytest.mark.long),
+        (True, True),
+    ],
+)
 def test_a_tight_pool_with_retractions_aborts_and_flushes_is_clean(
     models: tuple[str, str], monkeypatch: pytest.MonkeyPatch, overlap: bool, mixed: bool
 ) -> None:

@@ -44,7 +44,7 @@ def result(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["", "off"])
+@pytest.mark.parametrize("mode", [pytest.param("", marks=pytest.mark.long), "off"])
 def test_without_a_mode_nothing_is_hooked(mode):
     environ = {"KV_CANARY_MODE": mode} if mode else {}
     found = result(run(LOAD + "    load_plugins()\n" + REPORT, **environ))

@@ -37,6 +37,7 @@ def test_modes_serve_the_same_and_rows_say_what_they_cost(tmp_path: Path) -> Non
     assert {r["mode"]: r["host_us"] > 100 for r in rows} == {"none": False, "ours": True}
 
 
+@pytest.mark.long
 def test_engines_that_do_not_start_are_said(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     # Longer than the model's positions.

@@ -64,6 +64,7 @@ LIVES = {
 }
 LONG = (
     "windows",
+    "three groups over one memory",
     "three groups, before the first forward",
     "asynchronous",
     "beside a prefix cache",

@@ -35,7 +35,7 @@ def without(model: Model) -> dict[str, list[int]]:
         return outputs_of(engine)
 
 
-@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("runner", ["V1", pytest.param("V2", marks=pytest.mark.long)])
 def test_a_canary_that_fails_everywhere_changes_nothing(
     model: Model, without: dict[str, list[int]], runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +80,12 @@ def test_a_canary_that_fails_everywhere_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("runner", "drafted"), [pytest.param("V1", False, marks=pytest.mark.long), ("V2", False), ("V1", True)]
+    ("runner", "drafted"),
+    [
+        pytest.param("V1", False, marks=pytest.mark.long),
+        ("V2", False),
+        pytest.param("V1", True, marks=pytest.mark.long),
+    ],
 )
 def test_one_failure_in_the_midst_of_requests_makes_no_false_alarm(
     model: Model, without: dict[str, list[int]], runner: Runner, drafted: bool, monkeypatch: pytest.MonkeyPatch

@@ -118,6 +118,7 @@ def test_objections(changed: dict[str, Any], objection: str) -> None:
     assert list(objections(row(**changed))) == [objection]
 
 
+@pytest.mark.long
 def test_a_life_of_the_churn_is_clean_and_its_settings_come_of_its_seed(tmp_path: Path) -> None:
     drawn = [Settings.drawn(seed, runners=("V1",)) for seed in range(40)]
     assert drawn == [Settings.drawn(seed, runners=("V1",)) for seed in range(40)]

@@ -55,7 +55,14 @@ LIVES = {
     "V2, without seals": Life(runner="V2", steps=25, canary={"check_inputs": "1"}),
     "a draft model": Life(drafts=True, steps=40, size=2 << 20),
 }
-LONG = ("windows", "asynchronous", "V2, without seals", "a draft model")
+LONG = (
+    "windows",
+    "asynchronous",
+    "chunks of two blocks",
+    "without a prefix cache",
+    "V2, without seals",
+    "a draft model",
+)
 
 
 def serve(model: str, life: Life, canary: Mapping[str, str] | None) -> tuple[dict[str, list[int]], int, Any]:
@@ -102,6 +109,7 @@ def test_a_healthy_life_is_silent_and_nothing_is_taken_in_as_it_comes(model: Mod
     assert session.status()["host_tiers"].keys() == {tier.group.name for tier in session.offload.tiers}
 
 
+@pytest.mark.long
 def test_a_healthy_life_of_groups_of_unequal_layers_is_silent(unequal: str) -> None:
     # Few blocks on the host: they go from group to group.
     life = Life(size=1150000, steps=40, arguments={"num_gpu_blocks_override": 70})

@@ -120,7 +120,15 @@ def serve(model: str, life: Life, canary: Mapping[str, str] | None) -> tuple[dic
 
 
 # Lives whose parts come together in others.
-LONG = ("V1, a draft model", "V2, windows")
+LONG = (
+    "V1, a draft model",
+    "V1, EAGLE",
+    "V1, three groups over one memory",
+    "V2, a draft model",
+    "V2, asynchronous",
+    "V2, what it is given",
+    "V2, windows",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] if n in LONG else []) for n in LIVES])
@@ -195,7 +203,7 @@ def test_models_that_embed_are_watched_and_answer_the_same(tmp_path: Path, runne
     assert len(answers[0]) == 12
 
 
-@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("runner", ["V1", pytest.param("V2", marks=pytest.mark.long)])
 def test_models_that_are_shown_pictures_are_watched_and_answer_the_same(tmp_path: Path, runner: Runner) -> None:
     folder, text = save_model_of_pictures(tmp_path / "blip"), list(range(10, 70))
     answers = []
