@@ -44,6 +44,7 @@ def test_a_kernel_that_is_right_passes(suite: Path) -> None:
     assert (found.returncode, "1 passed" in found.stdout) == (0, True), found.stdout + found.stderr
 
 
+@pytest.mark.every_day("in CI")
 @pytest.mark.parametrize("where", [{}, {"CI": "1"}], ids=["on a desk", "in CI"])
 def test_one_that_is_wrong_fails_with_the_difference_and_a_line_that_replays_it(
     suite: Path, where: dict[str, str]
