@@ -230,6 +230,7 @@ class Session:
                 row_ended=self._row_ended,
                 frees=self._frees,
                 keeps=self.manager.keep,
+                # The slots that it copies are only read, whatever mode they are made in.
                 noting=self._contain("noting a request that has ended", allocates=False),
                 # What a decode server frees may be filled by a transfer before the step that would look there.
                 completes=self.manager.completes and scheduler.server_args.disaggregation_mode != "decode",
