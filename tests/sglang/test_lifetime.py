@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kv_canary import CanaryConfig, CanaryManager
 from kv_canary.constants import RECORD_WORDS, WRITER_WORD
@@ -279,6 +280,46 @@ def test_what_is_freed_is_told_with_who_had_it_where_few_have():
     assert set(slots.tolist()) == {slot for its in many.values() for slot in its.tolist()}
 
 
+def test_where_pages_are_freed_nothing_is_computed():
+    """The device may have nothing to do then, while the scheduler makes up its mind about the next batch."""
+
+    class Computed(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    counted = []
+    for is_watched in (False, True):
+        engine = Engine("paged", 16)
+        slots = engine.alloc(2)
+        if not is_watched:
+            engine.patches.undo_all()
+        with Computed() as computed:
+            engine.allocator.free_segment(slots, start_pos=0)
+        counted.append(computed.names)
+    assert counted[0] == counted[1] != []
+    engine.retire()
+    engine.agree()
+
+
+def test_what_was_freed_of_a_page_is_retired_where_a_part_of_it_comes_back():
+    engine = Engine("paged", 16)
+    [group] = engine.groups
+    slots = engine.alloc(2)
+    copy = engine.allocator.get_cpu_copy(slots[:20])
+    engine.allocator.free(slots)
+    # The same two pages, before anybody has retired what was in them.
+    again = engine.take_slots(2)
+    assert set(again.tolist()) == set(slots.tolist())
+    engine.allocator.load_cpu_copy(copy, again[:20])
+    engine.retire()
+    assert engine.live(group) == set(again[:20].tolist())
+
+
 @pytest.mark.parametrize(("kind", "page"), KINDS)
 def test_of_a_group_they_are_told_apart_where_its_order_is_kept(kind, page):
     engine = Engine(kind, page)
@@ -418,7 +459,7 @@ def test_its_own_faults_go_no_further_and_are_told():
     groups, guard, lost = pools.attach(kv, name="", read_bytes=16), Guard(contains=True), []
 
     @contextlib.contextmanager
-    def following(what: str) -> Iterator[None]:
+    def following(what: str, **_: Any) -> Iterator[None]:
         with guard.contain(what) as part:
             yield
         if part.failed:
@@ -464,8 +505,10 @@ def test_kept_records_go_with_the_copy():
 
 
 def test_a_broken_hook_would_be_seen(monkeypatch):
-    def forgets(self: Any, half: Any, slots: torch.Tensor, **_: Any) -> None:
-        self._freed.setdefault(id(half), []).append((0, slots[:-1]))
+    note = lifetime.Lifetime._note
+
+    def forgets(self: Any, half: Any, numbers: torch.Tensor, **more: Any) -> None:
+        note(self, half, numbers[:-1], **more)
 
     monkeypatch.setattr(lifetime.Lifetime, "_note", forgets)
     engine = Engine("paged", 16)

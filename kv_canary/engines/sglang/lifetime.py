@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -19,6 +19,24 @@ from kv_canary.runtime.frees import MOST_FREERS
 from kv_canary.runtime.pools import BufferGroup, KvPool
 
 logger = logging.getLogger("kv_canary")
+
+
+class _Freed(NamedTuple):
+    """Slots that were freed at once, by their numbers or by those of their pages, and by whom: 0 for nobody."""
+
+    owner: int
+    numbers: torch.Tensor
+    # Slots of a page; 1 where the numbers are those of slots.
+    page_size: int
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """The int64 slots, on the current stream."""
+        numbers, size = self.numbers, self.page_size
+        if size == 1:
+            return numbers.to(torch.int64)
+        offsets = torch.arange(size, dtype=torch.int64, device=numbers.device)
+        return (numbers.to(torch.int64)[:, None] * size + offsets).view(-1)
 
 
 class Lifetime:
@@ -36,7 +54,7 @@ class Lifetime:
         arrived: called with a pool, int64 slots whose bytes and records are back, and the seals that they had.
         keeps: called with tensors that were made on the scheduler's stream, before launches on the forwards' read them.
         following: gives the context, by what is done, of a part of the canary that may fail where the engine must not;
-            where it did, no slot's record may be relied on.
+            where it did, no slot's record may be relied on. With `allocates=False` it makes no tensors.
 
     Attributes:
         freer: serial number of the request whose slots are being given back; 0 where nobody says whose they are, as of
@@ -53,12 +71,12 @@ class Lifetime:
         unverify: Callable[[KvPool, torch.Tensor], None] = lambda pool, slots: None,
         arrived: Callable[[KvPool, torch.Tensor, torch.Tensor | None], None] = lambda pool, slots, seals: None,
         keeps: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None,
-        following: Callable[[str], AbstractContextManager[Any]] = lambda part: nullcontext(),
+        following: Callable[..., AbstractContextManager[Any]] = lambda part, **_: nullcontext(),
     ) -> None:
         self._cleared, self._unverify, self._arrived, self._following = cleared, unverify, arrived, following
         self._keeps = keeps
-        # By allocator: whose slots were freed.
-        self._freed: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        # By allocator, in order.
+        self._freed: dict[int, list[_Freed]] = {}
         self.freer = 0
         # By allocator: what is held back until a group of frees ends: whose, and how many numbers.
         self._held: dict[int, list[tuple[int, int]]] = {}
@@ -106,10 +124,10 @@ class Lifetime:
         freed, self._freed = self._freed, {}
         result = []
         for half, told in freed.items():
-            by_owner = dict([told[0]]) if len(told) == 1 else _by_owner(told)
-            for owner, slots in by_owner.items():
-                result += [(pool, slots, owner) for pool in self._pools[half]]
-            self._keeps([part for _, part in told])
+            for its in _by_owner(told):
+                slots = its.slots
+                result += [(pool, slots, its.owner) for pool in self._pools[half]]
+            self._keeps([its.numbers for its in told])
         return result
 
     def forget(self) -> None:
@@ -118,7 +136,6 @@ class Lifetime:
 
     def _watch(self, half: Any, patches: Patches) -> None:
         """Follow one allocator of slots or of pages. Frees of a group come when the group ends, and are free then."""
-        offsets = torch.arange(half.page_size, dtype=torch.int64, device=half.device)
 
         def free(original: Callable[..., Any], free_index: torch.Tensor) -> Any:
             held_back = getattr(half, "free_group", None) is not None
@@ -131,9 +148,11 @@ class Lifetime:
 
         def release(original: Callable[..., Any], *page_ids: torch.Tensor) -> Any:
             result = original(*page_ids)
-            with self._following("what is freed"):
+            with self._following("what is freed", allocates=False):
                 for pages in page_ids:
-                    self._note(half, (pages.to(torch.int64)[:, None] * half.page_size + offsets).view(-1))
+                    # As they are, which the allocator keeps too. Their slots are computed when somebody asks: here the
+                    # device may have nothing to do, and a batch waits for the host.
+                    self._note(half, pages, page_size=half.page_size)
             return result
 
         # All ways to free pages end there; slots have but one way.
@@ -166,24 +185,26 @@ class Lifetime:
             patches.wrap(holder, "free_group_begin", begin)
             patches.wrap(holder, "free_group_end", end)
 
-    def _note(self, half: Any, slots: torch.Tensor, *, in_order: bool = False) -> None:
+    def _note(self, half: Any, numbers: torch.Tensor, *, page_size: int = 1, in_order: bool = False) -> None:
         """Take in that slots were freed: by whom the engine names, or by those whose frees were held back until now.
 
         Args:
             half: that has them back.
-            slots: int64.
+            numbers: of slots; or of pages, of so many slots each.
+            page_size: see there.
             in_order: whether those that were held back lie in the order in which they were.
         """
         held = self._ending
         owners = {owner for owner, _ in held} or {self.freer}
         told = self._freed.setdefault(id(half), [])
         if len(owners) == 1:
-            told.append((owners.pop(), slots))
-        elif in_order and sum(count for _, count in held) == len(slots):
-            told += zip((owner for owner, _ in held), slots.split([count for _, count in held]), strict=True)
+            told.append(_Freed(owners.pop(), numbers, page_size))
+        elif in_order and sum(count for _, count in held) == len(numbers):
+            parts = numbers.split([count for _, count in held])
+            told += (_Freed(owner, part, page_size) for (owner, _), part in zip(held, parts, strict=True))
         else:
             # Of several, in an order that is not theirs.
-            told.append((0, slots))
+            told.append(_Freed(0, numbers, page_size))
 
     def _clear(self, original: Callable[..., Any]) -> Any:
         result = original()
@@ -243,16 +264,21 @@ class Lifetime:
         """Forget that `slots` were freed: they have been handed out again, and have new records already."""
         for half, told in self._freed.items():
             if pool in self._pools[half]:
-                self._freed[half] = [(owner, part[~torch.isin(part, slots)]) for owner, part in told]
+                self._freed[half] = [
+                    _Freed(its.owner, freed[~torch.isin(freed, slots)], 1) for its in told for freed in (its.slots,)
+                ]
 
 
-def _by_owner(told: Sequence[tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
-    """Return slots by who freed them; by 0, nobody, where many have."""
-    named = len({owner for owner, _ in told}) <= MOST_FREERS
-    parts: dict[int, list[torch.Tensor]] = {}
-    for owner, part in told:
-        parts.setdefault(owner if named else 0, []).append(part)
-    return {owner: torch.cat(its) if len(its) > 1 else its[0] for owner, its in parts.items()}
+def _by_owner(told: Sequence[_Freed]) -> Sequence[_Freed]:
+    """Return all that each owner has freed as one; where many have, nobody is named."""
+    named = len({its.owner for its in told}) <= MOST_FREERS
+    parts: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for owner, numbers, page_size in told:
+        parts.setdefault((owner if named else 0, page_size), []).append(numbers)
+    return [
+        _Freed(owner, torch.cat(its) if len(its) > 1 else its[0], page_size)
+        for (owner, page_size), its in parts.items()
+    ]
 
 
 def _halves(allocator: Any) -> tuple[Any, Any] | None:

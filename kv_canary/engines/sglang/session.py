@@ -6,10 +6,10 @@ captured graphs and their memory stay as they are, and a replay is a forward lik
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -117,6 +117,29 @@ HOOKED: Mapping[str, Callable[..., Any]] = {
     "weights_changed": weights_changed,
     "memory_goes": memory_goes,
 }
+
+
+class _Following:
+    """The context of one part, behind which `forgets` is called where it was cut short, and goes no further.
+
+    A class, and no generator: it is entered for every page that is freed, while a batch waits for the host.
+    """
+
+    __slots__ = ("_forgets", "_part")
+
+    def __init__(self, part: Contained, forgets: Callable[[], None]) -> None:
+        self._part, self._forgets = part, forgets
+
+    def __enter__(self) -> None:
+        self._part.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        is_contained = self._part.__exit__(kind, error, trace)
+        if self._part.failed and is_contained:
+            self._forgets()
+        return is_contained
 
 
 class Session:
@@ -430,13 +453,9 @@ class Session:
     def _contain(self, part: str, *, allocates: bool = True) -> Contained:
         return self.manager.guard.contain(part, allocates=allocates)
 
-    @contextlib.contextmanager
-    def _following(self, what: str) -> Iterator[None]:
+    def _following(self, what: str, *, allocates: bool = True) -> _Following:
         """Contain the following of what becomes of slots: where that fails, no record can be relied on."""
-        with self.manager.guard.contain(f"following {what}") as part:
-            yield
-        if part.failed:
-            self._forget()
+        return _Following(self._contain(f"following {what}", allocates=allocates), self._forget)
 
     def _forget(self) -> None:
         """Take in that nobody can say what any slot holds: all of them are taken in anew, as they are read."""
