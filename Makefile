@@ -91,8 +91,16 @@ clean: ## remove environments, builds and caches; found counterexamples stay
 .venv/.stamp: constraints.txt pyproject.toml
 	$(call install,.venv,cat constraints.txt,-e '.[dev]')
 
-.venv-tf517/.stamp: constraints.txt pyproject.toml
-	$(call install,.venv-tf517,sed 's/^transformers==.*/$(OLD_TRANSFORMERS)/' constraints.txt,-e '.[dev]')
+# All that .venv has, but for its transformers: pytest comes along so that its program is of this environment.
+.venv-tf517/.stamp: .venv/.stamp
+	test -x .venv-tf517/bin/python || .venv/bin/python -m venv --without-pip .venv-tf517
+	packages='import site; print(site.getsitepackages()[0])'; \
+	echo "import site; site.addsitedir('$$(.venv/bin/python -c "$$packages")')" \
+		> "$$(.venv-tf517/bin/python -c "$$packages")/beside.pth"
+	grep -v '^transformers==' constraints.txt > .venv-tf517/constraints.txt
+	pip="$$PWD/.venv/bin/pip --python .venv-tf517/bin/python install -q --no-compile -c .venv-tf517/constraints.txt"; \
+	$$pip '$(OLD_TRANSFORMERS)' && $$pip --no-deps --ignore-installed pytest
+	touch .venv-tf517/.stamp
 
 .venv-docs/.stamp: constraints.txt pyproject.toml
 	$(call install,.venv-docs,cat constraints.txt,-e '.[docs]')

@@ -315,7 +315,9 @@ def test_a_forward_that_raises_while_kv_is_loaded_is_given_up(llama, looks, monk
     assert not session.current().off
 
 
-@pytest.mark.parametrize("variant", ["write through", "write back, overlap, mixed"])
+@pytest.mark.parametrize(
+    "variant", [pytest.param("write through", marks=pytest.mark.long), "write back, overlap, mixed"]
+)
 def test_turns_that_are_retracted_aborted_and_flushed_are_clean(llama, variant):
     def scenario(run: Run) -> None:
         random = run.tokens.random

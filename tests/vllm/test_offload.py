@@ -57,6 +57,7 @@ LIVES = {
 }
 LONG = (
     "windows",
+    "three groups over one memory",
     "asynchronous",
     "chunks of two blocks",
     "without a prefix cache",
