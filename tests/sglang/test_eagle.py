@@ -78,21 +78,71 @@ def test_chunks_and_prefix_hits_are_clean(models: tuple[str, str], overlap: bool
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_lengths_that_are_on_the_device_only_are_waited_for(models: tuple[str, str], steps: int) -> None:
+@pytest.mark.parametrize("check_inputs", [False, True])
+def test_lengths_that_are_on_the_device_only_are_waited_for_behind_the_launch(
+    models: tuple[str, str], monkeypatch: pytest.MonkeyPatch, steps: int, check_inputs: bool
+) -> None:
     chain = {"speculative_num_steps": steps, "speculative_num_draft_tokens": steps + 1}
-    scheduler = eagle_harness.build(models, disable_overlap_schedule=False, **chain)
+    settings = {"KV_CANARY_CHECK_INPUTS": str(int(check_inputs))}
+    scheduler = eagle_harness.build(models, settings=settings, disable_overlap_schedule=False, **chain)
     # As attention backends have it that read lengths on the device.
     scheduler.future_map.needs_cpu_seq_lens = False
-    without: list[str] = []
-    describe = speculative.Speculation.describe
-    session.current()._speculation.describe = lambda batch: (
-        without.append(batch.forward_mode.name) if batch.seq_lens_cpu is None else None,
-        describe(session.current()._speculation, batch),
-    )[1]
+    # Of each forward whose lengths the host has not got: what happens in it, in order.
+    seen: list[tuple[str, list[str]]] = []
+    arrived: list[Any] = []
+    forward, read = session.Session.forward, speculative._Chosen.of
+
+    def watched(self: Any, original: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append((batch.forward_mode.name if batch.seq_lens_cpu is None else "", []))
+
+        def launched(*args: Any, **kwargs: Any) -> Any:
+            seen[-1][1].append("launch")
+            return original(*args, **kwargs)
+
+        return forward(self, launched, runner, batch, *args, **kwargs)
+
+    def chosen(self: Any, number: int, requests: int) -> list[int]:
+        # What was read before has arrived.
+        if seen and self not in arrived:
+            seen[-1][1].append("wait")
+            arrived.append(self)
+        return read(self, number, requests)
+
+    monkeypatch.setattr(session.Session, "forward", watched)
+    monkeypatch.setattr(speculative._Chosen, "of", chosen)
     first, then = prompts_with_hits()
     check(models[0], run(scheduler, first) + run(scheduler, then), steps=steps)
-    drafting = {"DECODE"} if steps > 1 else set()
-    assert {"TARGET_VERIFY", "DRAFT_EXTEND_V2"} | drafting == set(without)
+    modes = {"TARGET_VERIFY", "DRAFT_EXTEND_V2"} | ({"DECODE"} if steps > 1 else set())
+    assert modes == {mode for mode, _ in seen if mode}
+    waits = {(mode, order.index("wait") < order.index("launch")) for mode, order in seen if mode and "wait" in order}
+    if check_inputs:
+        # Before the draft model writes what has just been chosen.
+        assert ("DRAFT_EXTEND_V2", True) in waits
+    else:
+        assert waits == {("DECODE" if steps > 1 else "TARGET_VERIFY", False)}
+
+
+def test_what_has_just_been_chosen_is_not_waited_for(models: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model's last forward of a step goes by what the step began with."""
+    scheduler = eagle_harness.build(models, disable_overlap_schedule=False)
+    read: dict[Any, str] = {}
+    where = [""]
+    forward, of = session.Session.forward, speculative._Chosen.of
+
+    def watched(self: Any, original: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        where.append(batch.forward_mode.name)
+        return forward(self, original, runner, batch, *args, **kwargs)
+
+    def chosen(self: Any, number: int, requests: int) -> list[int]:
+        read.setdefault(self, where[-1])
+        return of(self, number, requests)
+
+    monkeypatch.setattr(session.Session, "forward", watched)
+    monkeypatch.setattr(speculative._Chosen, "of", chosen)
+    check(models[0], run(scheduler, prompts_with_hits()[0]))
+    assert "DRAFT_EXTEND_V2" in where
+    assert len(read) > 5
+    assert "DRAFT_EXTEND_V2" not in read.values()
 
 
 @pytest.mark.parametrize(

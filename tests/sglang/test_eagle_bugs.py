@@ -27,6 +27,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return eagle_harness.models(tmp_path_factory.mktemp("eagle"))
 
 
+# How steps follow each other: one by one; overlapped; overlapped where the device alone knows how long requests are, so
+# that HEAD comes behind the forward.
+STEPS = ("one by one", "overlapped", "overlapped, lengths on the device")
+
+
+def build(models: tuple[str, str], steps: str, **settings: Any) -> Any:
+    scheduler = eagle_harness.build(
+        models, mode="log", disable_overlap_schedule=not steps.startswith("overlapped"), **settings
+    )
+    if "lengths" in steps:
+        scheduler.future_map.needs_cpu_seq_lens = False
+    return scheduler
+
+
 def run(scheduler: Any, *prompts: list[int], new_tokens: int = NEW) -> list[Any]:
     reqs = [engine.submit(scheduler, prompt, new_tokens) for prompt in prompts]
     engine.run_all(scheduler)
@@ -150,11 +164,9 @@ def test_draft_kv_that_was_never_written_on_a_prefix_hit(
 
 
 @pytest.mark.parametrize("pool", ["full", "draft"])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_changed_byte_of_either_model_s_kv_is_found_there(models: tuple[str, str], pool: str, overlap: bool) -> None:
-    scheduler = eagle_harness.build(
-        models, mode="log", settings={"KV_CANARY_READ_BYTES": "128"}, disable_overlap_schedule=not overlap
-    )
+@pytest.mark.parametrize("steps", STEPS)
+def test_a_changed_byte_of_either_model_s_kv_is_found_there(models: tuple[str, str], pool: str, steps: str) -> None:
+    scheduler = build(models, steps, settings={"KV_CANARY_READ_BYTES": "128"})
     runners = {"full": scheduler.tp_worker.model_runner, "draft": scheduler.draft_worker.draft_worker.draft_runner}
     req = engine.submit(scheduler, some_tokens(40, seed=6), NEW)
 
@@ -172,24 +184,24 @@ def test_a_changed_byte_of_either_model_s_kv_is_found_there(models: tuple[str, s
     assert {name for r in reports for name in chains if to_signed(r.record.chain) in chains[name]} == {pool}
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("how", STEPS)
 @pytest.mark.parametrize("what", ["rows", "length"])
 def test_what_the_target_verifies_drafts_with_is_held_against_the_requests(
-    models: tuple[str, str], monkeypatch: pytest.MonkeyPatch, what: str, overlap: bool
+    models: tuple[str, str], monkeypatch: pytest.MonkeyPatch, what: str, how: str
 ) -> None:
-    scheduler = eagle_harness.build(models, mode="log", disable_overlap_schedule=not overlap)
-    before, steps = session.Session._before, list[int]()
+    scheduler = build(models, how)
+    forward, steps = session.Session.forward, list[int]()
 
-    def spoil(self: session.Session, runner: Any, forward_batch: Any) -> Any:
+    def spoil(self: session.Session, original: Any, runner: Any, forward_batch: Any, **more: Any) -> Any:
         if forward_batch.forward_mode.is_target_verify() and forward_batch.batch_size == 2 and not steps:
             steps.append(self.manager.step)
             if what == "rows":
                 forward_batch.req_pool_indices = forward_batch.req_pool_indices.flip(0)
             else:
                 forward_batch.seq_lens = forward_batch.seq_lens - torch.tensor([0, 1])
-        return before(self, runner, forward_batch)
+        return forward(self, original, runner, forward_batch, **more)
 
-    monkeypatch.setattr(session.Session, "_before", spoil)
+    monkeypatch.setattr(session.Session, "forward", spoil)
     reqs = run(scheduler, some_tokens(30, seed=1), some_tokens(70, seed=2))
     told = [r for r in found() if "BATCH" in r.reasons]
     assert steps

@@ -151,7 +151,7 @@ class Describer:
         owners: the requests' serial numbers.
         identities: what their KV depends on.
         tokens_of: gives a request's own tokens [start, end) as a function.
-        known: gives how many of its own tokens a request has by now.
+        known: gives how many of its own tokens a request has by now, as far as so many may be wanted.
         lookahead: tokens past its prefix that have to be known of a request.
         overlap: whether the scheduler prepares a forward before it knows the results of the one before, so that a
             request may turn out to be finished.
@@ -163,7 +163,7 @@ class Describer:
         owners: Owners,
         identities: Identities,
         tokens_of: Callable[[Any], Callable[[int, int], Sequence[int]]],
-        known: Callable[[Any], int],
+        known: Callable[[Any, int], int],
         lookahead: int,
         overlap: bool,
     ) -> None:
@@ -233,7 +233,8 @@ class Describer:
             length: of what it is sure to own if the forward's result is taken.
         """
         req, row = w.req, _expect_known(w)
-        if needed and self._known(req) < needed + self._lookahead:
+        wanted = needed + self._lookahead
+        if needed and self._known(req, wanted) < wanted:
             raise UnknownKindError("a request whose own tokens the host does not have")
         return ForwardRequest(
             request_id=req.rid,
@@ -290,8 +291,8 @@ def own_tokens(req: Any) -> Callable[[int, int], Sequence[int]]:
     return tokens
 
 
-def known_tokens(req: Any) -> int:
-    """Return how many tokens `own_tokens` has of a request by now."""
+def known_tokens(req: Any, wanted: int = 0) -> int:
+    """Return how many tokens `own_tokens` has of a request by now, however few are `wanted`."""
     return len(req.origin_input_ids) + len(req.output_ids)
 
 

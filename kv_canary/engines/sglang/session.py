@@ -470,25 +470,34 @@ class Session:
             self.manager.unverified.forget_all(pool)
 
     def _may_look_later(self, runner: Any, forward_batch: Any) -> bool:
-        """Whether HEAD is to come behind the forward, in front of TAIL, because KV is still on its way from the host.
+        """Whether HEAD is to come behind the forward, in front of TAIL, so that nothing waits in front of it.
 
-        The engine waits for each layer where the model reads it, and HEAD would wait for all of them. What the model
-        reads is still there behind it. Not where something else is to be known in front of it.
+        The engine waits for each layer that is on its way from the host where the model reads it, and HEAD would wait
+        for all of them; and the lengths of a step of drafts may be known on the device alone, until the step before is
+        over. What the model reads is still there behind it. Not where something else is to be known in front of it.
         """
-        tiers = self._host_tiers
-        if tiers is None or not tiers.is_loading or self.off or runner not in self._groups:
+        tiers, config = self._host_tiers, self.manager.config
+        is_loading = tiers is not None and tiers.is_loading
+        if self._speculation is not None:
+            reads_chosen = not config.check_inputs and self._speculation.reads_chosen(forward_batch)
+            if is_loading or not reads_chosen:
+                return False
+        elif not is_loading:
             return False
-        if self._speculation is not None or self.manager.config.check_writes or not self.manager.unverified.is_clean:
+        if self.off or runner not in self._groups or not forward_batch.batch_size:
             return False
-        if not forward_batch.batch_size:
+        if config.check_writes or not self.manager.unverified.is_clean:
             return False
         if forward_batch.contains_mm_inputs():
             # The model takes the places of images out of the input ids, where these are.
             return False
-        # What ended requests rested on is looked at before somebody writes there; what was freed is retired later.
-        if self._ended:
-            self._complete_ended()
-        tiers.look_beside()
+        if tiers is not None and is_loading:
+            # What ended requests rested on is looked at before somebody writes there; what was freed is retired later.
+            if self._ended:
+                self._complete_ended()
+            tiers.look_beside()
+        elif self._lifetime.has_freed or self._ended:
+            self._retire_freed()
         return True
 
     def _before(self, runner: Any, forward_batch: Any, *, is_late: bool = False) -> SingleForwardManager | None:
@@ -503,7 +512,7 @@ class Session:
         if not is_late and (self._lifetime.has_freed or self._ended):
             self._retire_freed()
         if self._host_tiers is not None:
-            self._host_tiers.before_forward(is_beside=is_late)
+            self._host_tiers.before_forward(is_beside=is_late and self._host_tiers.is_loading)
         requests, self._in_order = None, True
         with self._repeats as part:
             requests = self._composed(forward_batch)

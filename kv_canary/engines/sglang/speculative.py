@@ -13,8 +13,9 @@ with token_offset 1, and a request has to give one token more than it has in the
 With the overlapped scheduler a step is prepared before the host has taken in what the last one accepted. Those tokens
 are copied from the device as soon as they are chosen, before the draft model runs on them. Most attention backends let
 the scheduler wait for the new lengths, which come behind that copy: then it has arrived. With those that do without
-(`needs_cpu_seq_lens` is off), the canary waits for it, at the beginning of each step; so it does with `check_inputs`,
-before the draft model writes what was chosen.
+(`needs_cpu_seq_lens` is off), the canary waits for it behind the launch of a forward that goes by those lengths, where
+the scheduler soon waits for it as well, and the device has something to do. With `check_inputs` it waits in front of it,
+and so it does before the draft model writes what was chosen.
 """
 
 from __future__ import annotations
@@ -210,15 +211,25 @@ class Speculation:
             self._target = [(w.req, *both) for w, both in zip(who, lens, strict=True)]
         return lens
 
+    def reads_chosen(self, forward_batch: Any) -> bool:
+        """Whether what was chosen in the step before has to be known, and may not be yet, to describe a forward."""
+        mode = forward_batch.forward_mode
+        return forward_batch.seq_lens_cpu is None and (mode.is_decode() or mode.is_target_verify())
+
     def ahead(self, forward_batch: Any) -> int:
         """Return how many of the tokens before the forward that `describe` was asked for last are drafts."""
         return self._drafted - 1 if is_draft(forward_batch) else 0
 
-    def known(self, req: Any) -> int:
-        """Return how many tokens `tokens` has of a request by now; waits for what was chosen last."""
+    def known(self, req: Any, wanted: int | None = None) -> int:
+        """Return how many tokens `tokens` has of a request by now; waits for what was chosen, but for what is behind.
+
+        Args:
+            req: the request.
+            wanted: how many are wanted: once it has as many, what was chosen later is not waited for. None: all.
+        """
         known = batches.known_tokens(req)
         for unread in self._unread.get(req, ()):
-            if known <= unread.start:
+            if known <= unread.start and (wanted is None or known < wanted):
                 known = unread.start + len(unread.read())
         return known
 
