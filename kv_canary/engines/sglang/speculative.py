@@ -14,8 +14,8 @@ With the overlapped scheduler a step is prepared before the host has taken in wh
 are copied from the device as soon as they are chosen, before the draft model runs on them. Most attention backends let
 the scheduler wait for the new lengths, which come behind that copy: then it has arrived. With those that do without
 (`needs_cpu_seq_lens` is off), the canary waits for it behind the launch of a forward that goes by those lengths, where
-the scheduler soon waits for it as well, and the device has something to do. With `check_inputs` it waits in front of it,
-and so it does before the draft model writes what was chosen.
+the scheduler soon waits for it as well, and the device has something to do. With `check_inputs` it waits in front of
+it, and so it does before the draft model writes what was chosen.
 """
 
 from __future__ import annotations
