@@ -15,7 +15,7 @@ pytest.importorskip("sglang")
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from kv_canary import ops
-from kv_canary.engines.sglang import batches, compose, identities, lifetime, radix, session
+from kv_canary.engines.sglang import batches, compose, identities, lifetime, radix, session, speculative
 from kv_canary.reports import CanaryViolationError
 from kv_canary.runtime.forward import SingleForwardManager
 
@@ -255,6 +255,8 @@ def fail_at_random(monkeypatch: pytest.MonkeyPatch, rng: random.Random, share: f
         (radix, "cached"),
         (session.Session, "status"),
         (session.Session, "_out_slots"),
+        (session.Session, "_may_look_later"),
+        (speculative.Speculation, "reads_chosen"),
     ]
     failed: dict[str, int] = {}
 
@@ -293,7 +295,7 @@ def test_failures_at_random_change_no_output_and_give_no_alarm(llama, monkeypatc
     failed = fail_at_random(monkeypatch, random.Random(seed), 0.08)
     for number in range(4):
         check_greedy(llama, serve(scheduler, seed=5 + number))
-    for _ in range(40):
+    for _ in range(100):
         scheduler.get_internal_state(None)
     monkeypatch.undo()
     assert len(failed) > 8

@@ -297,10 +297,11 @@ class Session:
             self.manager.close()
             raise
         # Parts of every forward, which allocate nothing, so that they may be entered again.
-        self._notes, self._repeats, self._ends, self._retires = (
+        self._notes, self._asks, self._repeats, self._ends, self._retires = (
             self._contain(part, allocates=False)
             for part in (
                 "noting the requests of a batch",
+                "asking whether HEAD may come later",
                 "following a forward",
                 "ending a forward",
                 "following what was freed",
@@ -358,7 +359,9 @@ class Session:
 
         Whatever becomes of the canary, the forward runs once, and what it returns or raises is the engine's own.
         """
-        is_late = self._may_look_later(runner, forward_batch)
+        is_late = False
+        with self._asks:
+            is_late = self._may_look_later(runner, forward_batch)
         watched = None if is_late else self._before(runner, forward_batch)
         try:
             result = original(runner, forward_batch, *args, **kwargs)
