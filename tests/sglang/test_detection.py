@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kv_canary.commands.evidence_pages import fill
-from kv_canary.difftest.stress.sglang.detection import KNOWN, _covered, campaign, objections
+from kv_canary.difftest.stress.sglang import detection
+from kv_canary.difftest.stress.sglang.detection import KNOWN, _covered, campaign, objections, tasks_of
 from kv_canary.difftest.stress.sglang.faults import FAULTS
 from kv_canary.difftest.stress.sglang.lives import COLUMNS, SWEEP_EVERY, Seen
 from kv_canary.difftest.stress.sglang.page import page
@@ -39,6 +40,16 @@ def test_the_page_says_what_the_rows_say(kept):
 def test_the_rows_hold_every_fault_and_nothing_against_the_canary(kept):
     assert {r["fault"] for r in kept} == {f.name for f in KNOWN}
     assert [text for row in kept for text in objections(row)] == []
+
+
+def test_progress_ends_where_a_campaign_does(monkeypatch):
+    """Without a canary the traffic lives without the fault, too: as many lives more as there are kinds of it."""
+    monkeypatch.setattr(detection, "run", lambda *args, model: ((task, Seen(outputs={})) for task in args[2]))
+    monkeypatch.setattr(detection, "_row", lambda *_, **__: {})
+    chosen, ticks = [f for f in FAULTS if f.name.startswith("one byte, anywhere")], []
+    campaign(chosen, range(3), tick=ticks.append)
+    assert len(ticks) == sum(len(tasks) for *_, tasks in tasks_of(chosen, range(3)))
+    assert len(ticks) == 3 * (len(chosen) * (len(COLUMNS) + 1) + len({(f.script, f.page_size) for f in chosen}))
 
 
 @pytest.mark.long

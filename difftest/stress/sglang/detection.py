@@ -56,15 +56,10 @@ def campaign(
         from kv_canary.demo.models import save_tiny_model
 
         save_tiny_model(model)
-        for page_size in sorted({f.page_size for f in faults}):
-            chosen = dict.fromkeys(f.name for f in faults if f.page_size == page_size)
-            clean = dict.fromkeys(_clean(f).name for f in faults if f.page_size == page_size)
-            for column in (NONE, *columns):
-                names = {**clean, **chosen} if column is NONE else chosen
-                tasks = [Task(fault=name, seed=seed) for name in names for seed in seeds]
-                for task, one in run(column, page_size, tasks, model=model):
-                    seen[column.name, task.fault, task.seed] = one
-                    tick(column.name)
+        for page_size, column, tasks in tasks_of(faults, seeds, columns=columns):
+            for task, one in run(column, page_size, tasks, model=model):
+                seen[column.name, task.fault, task.seed] = one
+                tick(column.name)
     return [
         _row(
             fault,
@@ -77,6 +72,26 @@ def campaign(
         for fault in faults
         for seed in seeds
     ]
+
+
+def tasks_of(
+    faults: Sequence[Fault], seeds: Sequence[int], *, columns: Sequence[Column] = COLUMNS
+) -> list[tuple[int, Column, list[Task]]]:
+    """Return the lives of a campaign, those together that one engine lives: its page size, and its canary.
+
+    Without a canary every fault's traffic lives without the fault, too.
+
+    Args:
+        faults, seeds, columns: see `campaign`.
+    """
+    tasks: list[tuple[int, Column, list[Task]]] = []
+    for page_size in sorted({f.page_size for f in faults}):
+        chosen = dict.fromkeys(f.name for f in faults if f.page_size == page_size)
+        clean = dict.fromkeys(_clean(f).name for f in faults if f.page_size == page_size)
+        for column in (NONE, *columns):
+            names = {**clean, **chosen} if column is NONE else chosen
+            tasks.append((page_size, column, [Task(fault=name, seed=seed) for name in names for seed in seeds]))
+    return tasks
 
 
 def objections(row: dict[str, Any]) -> Iterator[str]:
@@ -196,7 +211,7 @@ def main(seeds: int, names: tuple[str, ...], json_path: Path | None, written: Pa
     console = Console()
     begin = time.monotonic()
     with progress_bar(console, "what bar lives elapsed") as progress:
-        bar = progress.add_task("", total=len(chosen) * seeds * (len(COLUMNS) + 1))
+        bar = progress.add_task("", total=sum(len(tasks) for *_, tasks in tasks_of(chosen, range(seeds))))
         try:
             rows = campaign(chosen, range(seeds), tick=lambda name: progress.update(bar, advance=1, description=name))
         except RuntimeError as error:
