@@ -15,6 +15,7 @@ pytest.importorskip("sglang")
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from kv_canary import ops
+from kv_canary.difftest.stress.sglang.drafts import save_models
 from kv_canary.engines.sglang import batches, compose, identities, lifetime, radix, session, speculative
 from kv_canary.reports import CanaryViolationError
 from kv_canary.runtime.forward import SingleForwardManager
@@ -347,7 +348,7 @@ def test_a_free_that_was_not_followed_in_time_is_not_followed_later(llama, monke
 
 
 def test_failures_at_random_in_drafting_change_no_output_and_give_no_alarm(tmp_path, monkeypatch):
-    models = eagle_harness.models(tmp_path)
+    models = save_models(tmp_path)
     scheduler = eagle_harness.build(models, mode="log", settings={"KV_CANARY_SWEEP_EVERY": "3"})
     failed = fail_at_random(monkeypatch, random.Random(3), 0.05)
     reqs = serve(scheduler) + serve(scheduler, seed=5)

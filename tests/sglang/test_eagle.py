@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from kv_canary.difftest.stress.sglang.drafts import STEPS, accepted, save_models
 from kv_canary.engines.sglang import session, speculative
 
 from . import eagle_harness, engine
@@ -19,7 +20,7 @@ NEW = 24
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return eagle_harness.models(tmp_path_factory.mktemp("eagle"))
+    return save_models(tmp_path_factory.mktemp("eagle"))
 
 
 def run(scheduler: Any, prompts: list[list[int]]) -> list[Any]:
@@ -28,11 +29,11 @@ def run(scheduler: Any, prompts: list[list[int]]) -> list[Any]:
     return reqs
 
 
-def check(model: str, reqs: list[Any], *, steps: int = eagle_harness.STEPS) -> dict[str, Any]:
+def check(model: str, reqs: list[Any], *, steps: int = STEPS) -> dict[str, Any]:
     """See that outputs are the target's own, that nothing was found, and that all relied on was verified."""
     assert all(engine.is_greedy(model, req.origin_input_ids, list(req.output_ids)[:NEW]) for req in reqs)
     status = clean()
-    right, wrong = eagle_harness.accepted(reqs, steps=steps)
+    right, wrong = accepted(reqs, steps=steps)
     assert right > 10
     assert wrong > 10
     return status

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("sglang")
 
 from kv_canary.constants import to_signed
+from kv_canary.difftest.stress.sglang.drafts import save_models
 from kv_canary.engines.sglang import session
 from kv_canary.reports import CanaryViolationError, ViolationReport
 
@@ -24,7 +25,7 @@ NEW = 12
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return eagle_harness.models(tmp_path_factory.mktemp("eagle"))
+    return save_models(tmp_path_factory.mktemp("eagle"))
 
 
 # How steps follow each other: one by one; overlapped; overlapped where the device alone knows how long requests are, so

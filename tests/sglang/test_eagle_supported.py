@@ -13,6 +13,7 @@ pytest.importorskip("sglang")
 
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from kv_canary.difftest.stress.sglang.drafts import save_models
 from kv_canary.engines.patches import Patches
 from kv_canary.engines.sglang import batches, session, speculative
 
@@ -22,7 +23,7 @@ from .eagle_harness import some_tokens
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return eagle_harness.models(tmp_path_factory.mktemp("eagle"))
+    return save_models(tmp_path_factory.mktemp("eagle"))
 
 
 def arguments(**given: Any) -> SimpleNamespace:

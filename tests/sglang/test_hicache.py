@@ -20,6 +20,7 @@ import torch
 
 from kv_canary.difftest.stress import tier_lives
 from kv_canary.difftest.stress.sglang import tiers as tiers_campaign
+from kv_canary.difftest.stress.sglang.drafts import accepted, save_models
 from kv_canary.engines.sglang import hicache, session
 from kv_canary.engines.sglang.storage import StoredPages
 from kv_canary.reports import CanaryViolationError
@@ -358,7 +359,7 @@ def test_turns_that_are_retracted_aborted_and_flushed_are_clean(llama, variant):
 @pytest.fixture(scope="module")
 def drafting(tmp_path_factory):
     """A target and an EAGLE draft model."""
-    return eagle_harness.models(tmp_path_factory.mktemp("eagle"))
+    return save_models(tmp_path_factory.mktemp("eagle"))
 
 
 def drafts(models: tuple[str, str], **args: Any) -> Any:
@@ -387,7 +388,7 @@ def test_a_draft_models_kv_goes_to_the_host_and_back_as_well(drafting, variant):
     looked_at()
     assert seen() == {}
     assert session.current().manager.summary().unverified == 0
-    assert min(eagle_harness.accepted(reqs)) > 30
+    assert min(accepted(reqs)) > 30
     for tier in tiers():
         assert (tier.facts.loaded > 300, tier.facts.verified > 0, tier.facts.unsealed) == (True, True, 0)
 

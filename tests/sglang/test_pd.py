@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from . import eagle_harness, engine
+from kv_canary.difftest.stress.sglang import drafts
+
+from . import engine
 from .pd_roles import Outcome, Round, Scene, play
 
 # What each fault of a transfer looks like on the decode side: reasons before the model, and behind it.
@@ -46,13 +48,7 @@ def _scenes(llama: str, mellum: str, eagle: tuple[str, str]) -> dict[str, Scene]
     alone = [Round(prompts={name: some(200)}) for name in "qr"]
     adapters = Round(prompts={"p": some(50)}, adapters=True)
     pages = {"page_size": 16}
-    speculation = {
-        "speculative_algorithm": "EAGLE",
-        "speculative_draft_model_path": eagle[1],
-        "speculative_num_steps": eagle_harness.STEPS,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": eagle_harness.STEPS + 1,
-    }
+    speculation = drafts.arguments(eagle[1])
     return {
         "pages": Scene(model=llama, rounds=[first, second, *faults, again, adapters], both=pages),
         "windows": Scene(
@@ -109,7 +105,7 @@ CROSSING = ("pages", "windows", "cached", "retracted", "given up", "tight", "spe
 
 @pytest.fixture(scope="module")
 def scenes(llama: str, mellum: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Scene]:
-    return _scenes(llama, mellum, eagle_harness.models(tmp_path_factory.mktemp("eagle")))
+    return _scenes(llama, mellum, drafts.save_models(tmp_path_factory.mktemp("eagle")))
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ import torch
 
 from kv_canary.commands.facts import facts
 from kv_canary.difftest.stress.gpu_cases import LONG, fault_checks, like_transformers, write, writes_checks
+from kv_canary.difftest.stress.sglang import drafts
 from kv_canary.reports.versions import installed
 
 GRAPH_SIZES = [1, 2, 4, 8]
@@ -54,6 +55,8 @@ class Case:
             Python; else PyTorch does the same.
         host_tier: whether what is evicted goes to host memory and comes back (HiCache), while the scheduler's stream is
             far behind whenever pages are freed, as under load.
+        drafts: where the lengths of a step with drafts (EAGLE) are known: "" for no drafts; "host": on the host, too,
+            which waits for them; "device": there alone, as attention backends have it that read no others.
         waves: of requests.
         extra: whether the result may miss without making the whole a failure.
     """
@@ -68,6 +71,7 @@ class Case:
     dtype: str = "float32"
     own_kernels: bool = False
     host_tier: bool = False
+    drafts: str = ""
     waves: int = 3
     extra: bool = False
 
@@ -82,6 +86,7 @@ class Case:
             *(["writes"] if self.writes else []),
             *(["own-kernels"] if self.own_kernels else []),
             *(["host-tier"] if self.host_tier else []),
+            *([f"drafts-{self.drafts}"] if self.drafts else []),
             *([f"waves{self.waves}"] if self.waves != 3 else []),
         ]
         return "_".join(parts)
@@ -95,6 +100,10 @@ def cases(*, graphs: str) -> list[Case]:
     planted = [replace(c, fault=fault) for c in clean if c.page == 1 or c.overlap for fault in ("byte", "table")]
     clean.append(Case(page=16, overlap=True, graphs=graphs, writes=True))
     planted.append(replace(clean[-1], fault="write"))
+    # SGLang compiles what builds and judges chains of drafts while it runs.
+    drafted = [Case(overlap=True, graphs=graphs, own_kernels=graphs != "none", drafts=d) for d in ("host", "device")]
+    clean += drafted
+    planted += [replace(case, fault=fault) for case in drafted for fault in ("byte", "table")]
     extra = []
     if graphs != "none":
         overlapped = Case(page=16, overlap=True)
@@ -137,6 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "head_dim": 64,
     }
     save_tiny_model(model, spread=0.1, max_position_embeddings=2048, **shape)
+    drafts.save_models(out, added=0.001, spread=0.1, max_position_embeddings=2048, **shape)
     runner = _Runner(device=arguments.device, out=out, limit=arguments.limit, end=begin + arguments.budget)
     todo = [c for c in cases(graphs="none" if arguments.device == "cpu" else "decode") if _chosen(c, arguments.only)]
     if arguments.device == "cpu":
@@ -224,6 +234,8 @@ def _environment(case: Case, device: str) -> dict[str, str]:
     environment["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] = "python"
     # Running requests give way every so many forwards, as if there were no room.
     environment |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "23"}
+    if case.drafts and device == "cpu":
+        environment["SGLANG_ON_CPU"] = "speculative"
     if not case.own_kernels:
         environment |= {"SGLANG_CRASH_ON_JIT_COMPILE": "1", "TORCHDYNAMO_DISABLE": "1"}
         environment["TVM_FFI_DISABLE_TORCH_C_DLPACK"] = "1"
@@ -246,7 +258,7 @@ def _serve_here(case: Case, device: str, out: Path) -> None:
 
     status = 1
     try:
-        result = traffic.serve(asdict(case), device=device, model=out / "model", graph_sizes=GRAPH_SIZES)
+        result = traffic.serve(asdict(case), device=device, folder=out, graph_sizes=GRAPH_SIZES)
         (out / f"{case.name}.json").write_text(json.dumps(result), encoding="utf-8")
         print(json.dumps({key: value for key, value in result.items() if key not in LONG}))
         status = 0
@@ -314,6 +326,7 @@ def _clean_checks(case: Case, watched: dict[str, Any], plain: dict[str, Any]) ->
         "evictions": watched["evictions"] > 0,
         "retractions": watched["retracted"] > 0,
         "aborts": watched["aborted"] > 0,
+        **({"drafts right and wrong": min(watched["drafts"]) > 10} if case.drafts else {}),
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kv_canary.difftest.stress.gpu_cases import compiled_from_here, uncovered
-from kv_canary.difftest.stress.sglang import standins
+from kv_canary.difftest.stress.sglang import drafts, standins
 from kv_canary.difftest.stress.sglang.engine import build_scheduler, submit
 from kv_canary.runtime.replays import CanaryGraph
 
@@ -27,22 +27,28 @@ FAULT_AT, SECOND_HALF, ABORT_AFTER = 20, 4, 9
 _LAG = 5_000_000
 
 
-def serve(case: dict[str, Any], *, device: str, model: Path, graph_sizes: Sequence[int]) -> dict[str, Any]:
+def serve(case: dict[str, Any], *, device: str, folder: Path, graph_sizes: Sequence[int]) -> dict[str, Any]:
     """Serve a case's waves; return tokens by request, what happened and what the canary says of it, JSON-ready.
 
     Args:
-        case: a `sglang_cuda.Case` as a dictionary.
+        case: a `cuda.Case` as a dictionary.
         device: "cuda" or "cpu".
-        model: folder of a checkpoint.
+        folder: of folders of checkpoints: `model`; for drafts `target` and `draft`.
         graph_sizes: batch sizes that decode graphs are captured for.
     """
     if device != "cpu":
         standins.use()
         standins.patch()
     begin = time.perf_counter()
-    scheduler = build_scheduler(model, **_arguments(case, device, graph_sizes))
+    arguments = _arguments(case, device, graph_sizes)
+    if case["drafts"]:
+        arguments |= drafts.arguments(str(folder / "draft"))
+    scheduler = build_scheduler(folder / ("target" if case["drafts"] else "model"), **arguments)
     if case["host_tier"]:
         _lag(scheduler)
+    if case["drafts"]:
+        # Which attention backends decide: Triton's reads them on the device, PyTorch's on the host.
+        scheduler.future_map.needs_cpu_seq_lens = case["drafts"] == "host"
     started, compiled = time.perf_counter() - begin, compiled_from_here()
     counts = _Counts()
     traffic = _Traffic(scheduler, waves=case["waves"])
@@ -69,6 +75,7 @@ def serve(case: dict[str, Any], *, device: str, model: Path, graph_sizes: Sequen
         "prefix_hits": sum(r.cached_tokens > 0 for r in traffic.requests),
         "retracted": sum(r.retraction_count > 0 for r in traffic.requests),
         "aborted": traffic.aborted,
+        "drafts": drafts.accepted(traffic.requests) if case["drafts"] else None,
         "start_seconds": round(started, 2),
         "seconds": round(seconds, 3),
         "planted": planted,
