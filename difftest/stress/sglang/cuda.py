@@ -7,8 +7,9 @@ loops: chunked prefill, prefix hits, eviction, retraction, aborts. With a canary
 it must find nothing and leave no cached position out, and graphs must really have been replayed, for batches smaller
 than a graph's too. Then a bit of a cached key of the last layer is flipped for one forward, and two entries of
 `req_to_token` change places for one: the canary must name the places, and nothing else. Behind the engine's start no
-kernel of the canary's may be compiled. SGLang's compiled kernels need not be there: see `standins`. Ends with status 1
-if anything is not so.
+kernel of the canary's may be compiled. With chains of drafts the canary must not wait, in front of a launch, for what
+the device has chosen. SGLang's compiled kernels need not be there: see `standins`. Ends with status 1 if anything is
+not so.
 """
 
 from __future__ import annotations
@@ -283,6 +284,8 @@ def _judged(case: Case, results: dict[Case, dict[str, Any]]) -> dict[str, Any]:
     else:
         checks = _clean_checks(case, watched, results[replace(case, canary=False)])
     checks["nothing compiled while it serves"] = not watched["compiled"]
+    if case.drafts:
+        checks["no wait before a launch"] = not watched["waits"]["before"]
     if case.writes:
         checks |= writes_checks(watched["status"])
     return {

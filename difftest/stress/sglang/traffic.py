@@ -53,6 +53,7 @@ def serve(case: dict[str, Any], *, device: str, folder: Path, graph_sizes: Seque
     counts = _Counts()
     traffic = _Traffic(scheduler, waves=case["waves"])
     planted: dict[str, Any] | None = None
+    waits = _Waits() if case["drafts"] and case["canary"] else None
     with _counting(scheduler, counts):
         if case["fault"]:
             fault = _Fault(scheduler, kind=case["fault"])
@@ -76,6 +77,7 @@ def serve(case: dict[str, Any], *, device: str, folder: Path, graph_sizes: Seque
         "retracted": sum(r.retraction_count > 0 for r in traffic.requests),
         "aborted": traffic.aborted,
         "drafts": drafts.accepted(traffic.requests) if case["drafts"] else None,
+        "waits": None if waits is None else {"before": waits.before, "behind": waits.behind},
         "start_seconds": round(started, 2),
         "seconds": round(seconds, 3),
         "planted": planted,
@@ -245,6 +247,44 @@ def _around_batches(scheduler: Any, before: Callable[[Any], None], behind: Calla
         return result
 
     scheduler.run_batch = around
+
+
+class _Waits:
+    """Counts how often the canary waits for tokens that the device has chosen from drafts, from its making on.
+
+    Attributes:
+        before, behind: times before a forward is launched, or between two of them, and behind its launch.
+    """
+
+    def __init__(self) -> None:
+        from kv_canary.engines.sglang import session, speculative
+
+        self.before = self.behind = 0
+        self._is_launched = False
+        forwards: Any = session.Session
+        chosen: Any = speculative._Chosen
+        forward, of = forwards.forward, chosen.of
+
+        def watched(its: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def launched(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    self._is_launched = True
+
+            try:
+                return forward(its, launched, *args, **kwargs)
+            finally:
+                self._is_launched = False
+
+        def read(its: Any, number: int, requests: int) -> list[int]:
+            if its._copied is not None and not its._copied.query():
+                self.before += not self._is_launched
+                self.behind += self._is_launched
+            tokens: list[int] = of(its, number, requests)
+            return tokens
+
+        forwards.forward, chosen.of = watched, read
 
 
 class _Fault:
