@@ -402,11 +402,15 @@ class Engine:
             for prompt in prompts
         ]
         self._run(lambda: all(req.finished() for req in reqs))
+        self._come_to_rest()
+        return reqs
+
+    def _come_to_rest(self) -> None:
+        """Let the engine take in that requests have ended and copies are over."""
         for _ in range(3):
             engine.step(self.scheduler)
             self.scheduler.tree_cache.check_hicache_events()
         self.look()
-        return reqs
 
     def _run(self, is_over: Callable[[], bool]) -> None:
         """Let the engine run until something is so; look at a piece of the host after every step."""
@@ -454,6 +458,7 @@ class Engine:
             [second] = self.serve([prompt])
         if bystander is not None:
             self._run(lambda: bystander.finished())
+            self._come_to_rest()
         return self._outcome(first, second, began, hit=bystander)
 
     def _begin(self, prompt: Sequence[int]) -> Any:
@@ -523,7 +528,11 @@ class Engine:
             "wrong_text": list(first.output_ids) != list(second.output_ids),
             "came_back": second.cached_tokens,
         }
-        self.scheduler.flush_cache()
+        if not self.scheduler.flush_cache():
+            # The next life would find what this one has done.
+            raise RuntimeError(
+                "kv-canary: a life must leave nothing behind, got an engine that keeps what it has cached"
+            )
         manager.flush()
         return found
 
