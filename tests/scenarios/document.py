@@ -44,8 +44,8 @@ The first incident of each life of the campaigns on real engines, judged likewis
 <!-- kv-canary evidence causes tiers vllm_tiers sglang_detection sglang_bytes vllm_detection: begin -->
 <!-- kv-canary evidence: end -->
 
-Wrong at 30ce40a: where another prompt's block stands in a request's prefix, a wrong table entry or a slot reused is told
-in one life of ten, in place of a wrong prefix hit.
+Wrong at 30ce40a: where another prompt's block stands in a request's prefix, a wrong table entry or a slot reused is
+told in one life of ten, in place of a wrong prefix hit.
 """
 
 COLUMNS = (

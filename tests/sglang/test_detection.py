@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from kv_canary.commands.evidence_pages import fill
 from kv_canary.difftest.stress.sglang import detection
-from kv_canary.difftest.stress.sglang.detection import KNOWN, _covered, campaign, objections, tasks_of
+from kv_canary.difftest.stress.sglang.detection import KNOWN, _covered, campaign, objections
 from kv_canary.difftest.stress.sglang.faults import FAULTS
 from kv_canary.difftest.stress.sglang.lives import COLUMNS, SWEEP_EVERY, Seen
 from kv_canary.difftest.stress.sglang.page import page
@@ -46,9 +49,14 @@ def test_progress_ends_where_a_campaign_does(monkeypatch):
     """Without a canary the traffic lives without the fault, too: as many lives more as there are kinds of it."""
     monkeypatch.setattr(detection, "run", lambda *args, model: ((task, Seen(outputs={})) for task in args[2]))
     monkeypatch.setattr(detection, "_row", lambda *_, **__: {})
-    chosen, ticks = [f for f in FAULTS if f.name.startswith("one byte, anywhere")], []
-    campaign(chosen, range(3), tick=ticks.append)
-    assert len(ticks) == sum(len(tasks) for *_, tasks in tasks_of(chosen, range(3)))
+    monkeypatch.setattr(detection, "show", lambda *_, **__: None)
+    monkeypatch.setattr(detection, "objections", lambda _: iter(()))
+    totals, ticks = [], []
+    bar = SimpleNamespace(add_task=lambda _, total: totals.append(total), update=lambda *_, **__: ticks.append(1))
+    monkeypatch.setattr(detection, "progress_bar", lambda *_: contextlib.nullcontext(bar))
+    done = CliRunner().invoke(detection.main, ["--fault", "one byte, anywhere", "--seeds", "3"])
+    assert (done.exit_code, totals) == (0, [len(ticks)]), done.output
+    chosen = [f for f in FAULTS if f.name.startswith("one byte, anywhere")]
     assert len(ticks) == 3 * (len(chosen) * (len(COLUMNS) + 1) + len({(f.script, f.page_size) for f in chosen}))
 
 

@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("sglang")
 
-from kv_canary.difftest.stress.sglang import cuda
+from kv_canary.difftest.stress.sglang import cuda, traffic
+from kv_canary.engines.sglang import session, speculative
+
+
+def test_what_is_waited_for_is_counted_by_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: Any = speculative._Chosen(torch.tensor([5, 6]), None)
+    chosen._copied = SimpleNamespace(query=lambda: False, synchronize=lambda: None)
+
+    def forward(_: Any, launch: Callable[[], None], before: int, behind: int) -> None:
+        for _ in range(before):
+            chosen.of(0, 1)
+        launch()
+        for _ in range(behind):
+            chosen.of(0, 1)
+
+    monkeypatch.setattr(session.Session, "forward", forward)
+    monkeypatch.setattr(speculative._Chosen, "of", speculative._Chosen.of)
+    waits, run = traffic._Waits(), session.Session.forward
+    run(None, lambda: None, 1, 2)
+    assert (waits.before, waits.behind) == (1, 2)
+    # Between two forwards nothing of the next one is launched.
+    assert chosen.of(0, 1) == [5, 6]
+    assert (waits.before, waits.behind) == (2, 2)
+    chosen._copied = SimpleNamespace(query=lambda: True, synchronize=lambda: None)
+    run(None, lambda: None, 3, 3)
+    assert (waits.before, waits.behind) == (2, 2)
 
 
 @pytest.mark.long

@@ -77,6 +77,11 @@ class Case:
     extra: bool = False
 
     @property
+    def model(self) -> str:
+        """The folder of the model that is served, beside those of others."""
+        return "target" if self.drafts else "model"
+
+    @property
     def name(self) -> str:
         parts = [
             self.fault or ("canary" if self.canary else "plain"),
@@ -179,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     write(arguments.json, result)
     if first["served"]:
-        result["like_transformers"] = like_transformers(model, first)
+        result["like_transformers"] = like_transformers(out / smoke.model, first)
         write(arguments.json, result)
     print("all as it should be" if ok else "NOT as it should be")
     return 0 if ok else 1
@@ -259,7 +264,7 @@ def _serve_here(case: Case, device: str, out: Path) -> None:
 
     status = 1
     try:
-        result = traffic.serve(asdict(case), device=device, folder=out, graph_sizes=GRAPH_SIZES)
+        result = traffic.serve(asdict(case), device=device, model=out / case.model, graph_sizes=GRAPH_SIZES)
         (out / f"{case.name}.json").write_text(json.dumps(result), encoding="utf-8")
         print(json.dumps({key: value for key, value in result.items() if key not in LONG}))
         status = 0

@@ -27,13 +27,13 @@ FAULT_AT, SECOND_HALF, ABORT_AFTER = 20, 4, 9
 _LAG = 5_000_000
 
 
-def serve(case: dict[str, Any], *, device: str, folder: Path, graph_sizes: Sequence[int]) -> dict[str, Any]:
+def serve(case: dict[str, Any], *, device: str, model: Path, graph_sizes: Sequence[int]) -> dict[str, Any]:
     """Serve a case's waves; return tokens by request, what happened and what the canary says of it, JSON-ready.
 
     Args:
         case: a `cuda.Case` as a dictionary.
         device: "cuda" or "cpu".
-        folder: of folders of checkpoints: `model`; for drafts `target` and `draft`.
+        model: folder of a checkpoint; the draft model's is `draft` beside it.
         graph_sizes: batch sizes that decode graphs are captured for.
     """
     if device != "cpu":
@@ -42,8 +42,8 @@ def serve(case: dict[str, Any], *, device: str, folder: Path, graph_sizes: Seque
     begin = time.perf_counter()
     arguments = _arguments(case, device, graph_sizes)
     if case["drafts"]:
-        arguments |= drafts.arguments(str(folder / "draft"))
-    scheduler = build_scheduler(folder / ("target" if case["drafts"] else "model"), **arguments)
+        arguments |= drafts.arguments(str(model.parent / "draft"))
+    scheduler = build_scheduler(model, **arguments)
     if case["host_tier"]:
         _lag(scheduler)
     if case["drafts"]:
