@@ -424,6 +424,19 @@ def test_a_page_written_before_the_request_came_is_a_wrong_block(engine: PagedEn
     )
 
 
+@pytest.mark.xfail(strict=True, reason="a run of what is wrong is only taken for a block where it begins at a page")
+@pytest.mark.parametrize("position", [4, 5])
+def test_a_wrong_block_one_of_whose_tokens_happens_to_be_right(engine: PagedEngine, position: int) -> None:
+    a = engine.requests["a"]
+    c = engine.add("c", 30)
+    c.tokens[:4] = a.tokens[:4]
+    c.tokens[position] = a.tokens[position]
+    engine.tables["full"][c.row, :8] = engine.tables["full"][a.row, :8]
+    c.cached = 8
+    read(engine, "c")
+    assert only(engine).cause.endswith("a stale or wrong prefix hit")
+
+
 def test_a_run_that_begins_at_a_page_is_a_wrong_block(engine: PagedEngine) -> None:
     a, b = engine.requests["a"], engine.requests["b"]
     table = engine.tables["full"]
