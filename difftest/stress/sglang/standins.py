@@ -1,9 +1,10 @@
 """Stand-ins for the compiled kernels that SGLang calls on a GPU, where only its Python can be had.
 
-`use()` makes `sgl_kernel` importable: a package whose names all exist and raise when they are called, apart from those
-few that SGLang asks something of while it is imported. What a Llama's forward calls is taken from elsewhere: SGLang's
-fused operations have a form in PyTorch each, which `SGLANG_FORCE_FUSED_OP_BACKEND=torch` selects, and attention, tables
-and slots are served by Triton kernels of SGLang's own.
+`use()` makes `sgl_kernel` importable, and `flash_mla`, which SGLang imports for drafts: packages whose names all exist
+and raise when they are called, apart from those few that SGLang asks something of while it is imported. What a Llama's
+forward calls is taken from elsewhere: SGLang's fused operations have a form in PyTorch each, which
+`SGLANG_FORCE_FUSED_OP_BACKEND=torch` selects, and attention, tables and slots are served by Triton kernels of SGLang's
+own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 PACKAGE = "sgl_kernel"
+_PACKAGES = (PACKAGE, "flash_mla")
 
 # What SGLang asks of it while it starts.
 _ANSWERS: dict[str, Any] = {
@@ -63,12 +65,12 @@ def _fused_add_rmsnorm(x: Any, residual: Any, weight: Any, eps: float = 1e-6, en
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `sgl_kernel` and everything below it, behind all other finders: an installed one comes first."""
+    """Finds these packages and everything below them, behind all other finders: an installed one comes first."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.split(".")[0] != PACKAGE:
+        if fullname.split(".")[0] not in _PACKAGES:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
