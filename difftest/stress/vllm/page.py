@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kv_canary.difftest.stress.causes import GRADES
+
 _HEAD = """# In vLLM
 
 <!-- kv-canary evidence status vllm_detection: begin -->
@@ -20,7 +22,8 @@ Seals are on (`KV_CANARY_SEALS=layer`), as they are by default on a GPU; rows wi
 without the fault. *Late* are steps from the fault to the report, the median and the most: bytes that nobody samples are
 found when their request ends, or when somebody hits them, and a worker is told of an end with the next step; those that
 nobody reads again are found by the scrub, with which each life ends. *Blamed wrongly* counts lives with an incident
-that is not of what was damaged.
+that is not of what was damaged. *Causes* counts how right the first incident's is
+([how that is judged, and what is wrong](detection.md#how-right-the-causes-are)): right, half right, wrong.
 
 ## Healthy lives
 
@@ -49,7 +52,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    titles = ("what goes wrong", "runner", "text wrong", "found", "late", "blamed wrongly")
+    titles = ("what goes wrong", "runner", "text wrong", "found", "late", "blamed wrongly", "causes")
     text = f"| {' | '.join(titles)} |\n" + "|---" * len(titles) + "|\n"
     for row in rows:
         late = "" if row["late_steps_max"] is None else f"{row['late_steps_median']}, {row['late_steps_max']}"
@@ -60,6 +63,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['found']} of {row['runs']}",
             late,
             str(row["blamed_wrongly"]),
+            "" if row["is_healthy"] else ", ".join(str(row["causes"][grade]) for grade in GRADES),
         )
         text += f"| {' | '.join(cells)} |\n"
     return text
