@@ -157,19 +157,22 @@ class _Traffic:
             mine += self._submit(wave, prompts[half:], half)
             for _ in range(ABORT_AFTER):
                 yield False
-            running = next((r for r in mine if not r.finished() and r.output_ids), None)
-            if running is not None:
-                self._scheduler.abort_request(AbortReq(rid=running.rid))
+            cut = next((r for r in mine if not r.finished() and r.output_ids), None)
+            if cut is not None:
+                self._scheduler.abort_request(AbortReq(rid=cut.rid))
                 self.aborted += 1
-            while self._scheduler.last_batch is not None or not all(r.finished() for r in mine):
+            # One that had given way just then, and waits, is dropped without a word.
+            left = [r for r in mine if r is not cut]
+            while self._scheduler.last_batch is not None or not all(r.finished() for r in left):
                 yield False
             # One more, so that the loop is idle once.
             yield False
             before = [list(r.origin_input_ids) + list(r.output_ids) for r in mine[3:6]]
 
     def _submit(self, wave: int, prompts: list[list[int]], first: int) -> list[Any]:
+        # SGLang's abort takes every request whose name begins like the one given.
         made = [
-            submit(self._scheduler, f"wave {wave} request {first + i}", p, new_tokens=NEW_TOKENS)
+            submit(self._scheduler, f"wave {wave} request {first + i:02}", p, new_tokens=NEW_TOKENS)
             for i, p in enumerate(prompts)
         ]
         self.requests += made
