@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from kv_canary.difftest.stress.sglang.drafts import STEPS, accepted, save_models
-from kv_canary.engines.sglang import session, speculative
+from kv_canary.engines.sglang import completion, session, speculative
 
 from . import eagle_harness, engine
 from .eagle_harness import some_tokens
@@ -195,6 +195,51 @@ def test_a_tight_pool_with_retractions_aborts_and_flushes_is_clean(
     check(models[0], done)
     assert scheduler.flush_cache()
     check(models[0], run(scheduler, [stems[1]] * 3))
+
+
+def test_drafts_of_a_graph_go_to_slots_of_one_that_has_just_ended(
+    models: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it rested on is looked at before: nobody watches the graph, which is the first that a step launches."""
+    from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+
+    def last_freed_first(self: Any, count: int) -> Any:
+        if count > len(self.free_pages):
+            return None
+        first = len(self.free_pages) - count
+        self.free_pages, taken = self.free_pages[:first], self.free_pages[first:]
+        return taken
+
+    forward, take = session.Session.forward, completion.Ended.take
+    ended: dict[int, int] = {}
+    at_once = 0
+
+    def unwatched_drafts(self: Any, original: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal at_once
+        if not speculative.is_draft(batch):
+            return forward(self, original, runner, batch, *args, **kwargs)
+        at_once += sum(ended.pop(slot, 0) == self.manager.step for slot in batch.out_cache_loc.tolist())
+        return original(runner, batch, *args, **kwargs)
+
+    def taken(self: Any) -> Any:
+        result = take(self)
+        step = session.current().manager.step
+        ended.update({slot: step for _, slots in result for slot in slots["draft"].tolist()})
+        return result
+
+    monkeypatch.setattr(TokenToKVPoolAllocator, "alloc", last_freed_first)
+    monkeypatch.setattr(session.Session, "forward", unwatched_drafts)
+    monkeypatch.setattr(completion.Ended, "take", taken)
+    scheduler = eagle_harness.build(
+        models, settings={"KV_CANARY_SEALS": "layer"}, disable_overlap_schedule=False, max_running_requests=8
+    )
+    reqs = []
+    for wave in range(5):
+        reqs += [engine.submit(scheduler, some_tokens(5, seed=8 * wave + n), NEW + 9 * n) for n in range(8)]
+        # Nobody waits for what those that end give back.
+        engine.run_all(scheduler)
+    check(models[0], reqs)
+    assert at_once > 0
 
 
 def test_standalone_drafts_are_watched_where_no_prefix_is_shared(models: tuple[str, str]) -> None:

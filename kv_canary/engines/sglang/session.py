@@ -242,6 +242,7 @@ class Session:
                     scheduler.draft_worker,
                     patches=self._patches,
                     step=self.manager.one_step,
+                    begins=self._follow_freed,
                     forward=self.forward,
                     following=self._contain,
                 )
@@ -499,8 +500,8 @@ class Session:
             if self._ended:
                 self._complete_ended()
             tiers.look_beside()
-        elif self._lifetime.has_freed or self._ended:
-            self._retire_freed()
+        else:
+            self._follow_freed()
         return True
 
     def _before(self, runner: Any, forward_batch: Any, *, is_late: bool = False) -> SingleForwardManager | None:
@@ -512,8 +513,8 @@ class Session:
         """
         if self.off or runner not in self._groups or not forward_batch.batch_size:
             return None
-        if not is_late and (self._lifetime.has_freed or self._ended):
-            self._retire_freed()
+        if not is_late:
+            self._follow_freed()
         if self._host_tiers is not None:
             self._host_tiers.before_forward(is_beside=is_late and self._host_tiers.is_loading)
         requests, self._in_order = None, True
@@ -743,6 +744,11 @@ class Session:
         with self._contain("completing requests"):
             if self._ended:
                 self.manager.complete_all(self._ended.take())
+
+    def _follow_freed(self) -> None:
+        """Take in what was given back, if anything was, before anybody else writes there."""
+        if not self.off and (self._lifetime.has_freed or self._ended):
+            self._retire_freed()
 
     def _retire_freed(self) -> None:
         if self._ended:

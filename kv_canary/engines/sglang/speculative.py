@@ -152,6 +152,7 @@ class Speculation:
         worker: the scheduler's `EAGLEWorkerV2` or `StandaloneWorkerV2`.
         patches: takes the wraps back.
         step: makes the forwards inside the block one step of the canary.
+        begins: called when a step has begun and nothing of it is launched.
         forward: called around forwards of the draft model that do not go through `ModelRunner.forward`, with the
             original, the runner and the forward batch.
         following: gives the context, by what is done, of a part of the canary that may fail where the engine must not.
@@ -163,10 +164,11 @@ class Speculation:
         *,
         patches: Patches,
         step: Callable[[], AbstractContextManager[Any]],
+        begins: Callable[[], None] = lambda: None,
         forward: Callable[..., Any],
         following: Callable[[str], AbstractContextManager[Any]] = lambda part: nullcontext(),
     ) -> None:
-        self._step = step
+        self._step, self._begins = step, begins
         self._forward = forward
         self._following = following
         self._runner = worker.draft_worker.draft_runner
@@ -181,7 +183,8 @@ class Speculation:
         patches.wrap(worker, "verify", self._verify)
         patches.wrap(worker.target_worker, "forward_batch_generation", self._target_forward)
         # The graph of a chain of drafts is left alone: each of its positions is written again, and recorded, by the
-        # forward that this graph stands for, before anything relies on it.
+        # forward that this graph stands for, before anything relies on it. What others have left in its slots is looked
+        # at before: see _iterate.
         graph = getattr(worker.draft_worker, "cuda_graph_runner_for_draft_extend", None)
         if graph is not None:
             patches.wrap(graph, "execute", self._replay)
@@ -265,6 +268,9 @@ class Speculation:
         self._drafted, self._broken = 0, False
         self._target = []
         with self._step():
+            # The first that is launched may be a graph of drafts, which nobody watches, and may write to slots that
+            # somebody has given back since the step before.
+            self._begins()
             return original(batch, *args, **kwargs)
 
     def _target_forward(self, original: Callable[..., Any], *args: Any, is_verify: bool = False, **kwargs: Any) -> Any:
