@@ -96,7 +96,10 @@ KINDS = {
         command=".venv-sglang/bin/pytest -s tests/sglang/test_chaos.py --chaos-minutes 60 --chaos-result FILE",
     ),
     "fuzz": Evidence(
-        files=("cpu_fuzz.json", *_on_cards("fuzz"), *_on_cards("fuzz_ops"), *_on_cards("fuzz_more")),
+        files=(
+            "cpu_fuzz.json",
+            *(name for part in ("", "_ops", "_more", "_rest") for name in _on_cards(f"fuzz{part}")),
+        ),
         sources=GENERATED,
         command=(
             "kv-canary difftest fuzz --minutes 30 --json FILE; on a GPU: kv-canary difftest run --device cuda "
