@@ -5,7 +5,9 @@ would replay a graph: what is timed is what the canary does between launches, an
 seals are off. So the engines' adapters can be held against each other, and one version against another; what a GPU's
 host takes, only `kv-canary bench engine` says.
 
-Batches: "decode" is the same requests at every step; in "churn" one ends and another one comes every other step.
+Batches: "decode" is the same requests at every step; in "churn" one ends and another one comes every other step; in
+"drafts", with SGLang, the same requests are decoded by chains of drafts, which go by unwatched as those of a CUDA graph
+do: a step is the target's forward and the draft model's behind it.
 
 Caches: with a tiny model a step is short, so that the canary finds the CPU's caches as it has left them, more so beside
 one engine than beside another. A large one leaves nothing there. So every batch is measured a second time, with more
@@ -49,7 +51,7 @@ class Row:
 
     Args:
         engine: whose adapter it is, with the version of its model runner.
-        batch: "decode" or "churn".
+        batch: "decode", "churn" or "drafts".
         requests: that run at a time.
         caches: "warm", as the engine has left them, or "cold".
         host_us, p90_us, mean_us: of a step, the median, what nine of ten steps stay below, and the mean.
@@ -203,6 +205,37 @@ class SglangDriver(Driver):
         self.session().close()
 
 
+class DraftsDriver(SglangDriver):
+    """SGLang with EAGLE, its drafts as where a graph makes them."""
+
+    def __init__(self, requests: int, folder: Path) -> None:
+        from kv_canary.difftest.stress.sglang import drafts, engine
+        from kv_canary.engines.sglang import session, speculative
+
+        os.environ |= {"KV_CANARY_MODE": "log", "SGLANG_ON_CPU": "speculative"}
+        forward = session.Session.forward
+
+        def watched(its: Any, original: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            if speculative.is_draft(batch):
+                return original(runner, batch, *args, **kwargs)
+            return forward(its, original, runner, batch, *args, **kwargs)
+
+        mock.patch.object(session.Session, "forward", watched).start()
+        target, draft = drafts.save_models(folder, num_hidden_layers=1)
+        self._steps = engine
+        self._scheduler = engine.build_scheduler(
+            Path(target),
+            max_running_requests=requests,
+            chunked_prefill_size=2048,
+            max_total_tokens=requests * (LONGEST + 2 * PROMPT) + 64,
+            **drafts.arguments(draft),
+        )
+
+    @property
+    def filled_ns(self) -> int:
+        return 0
+
+
 class TransformersDriver(Driver):
     """transformers' continuous batching, one batch at a time."""
 
@@ -276,6 +309,7 @@ def measure(engine: str, batch: str, requests: int, folder: Path, *, caches: str
     Raises:
         RuntimeError: the canary was not at work in every step.
     """
+    from kv_canary import ops
     from kv_canary.bench.serving import clocks
     from kv_canary.runtime.context import CanaryContext
     from kv_canary.runtime.forward import SingleForwardManager
@@ -295,8 +329,10 @@ def measure(engine: str, batch: str, requests: int, folder: Path, *, caches: str
     mock.patch.object(SingleForwardManager, "_opened_head", lambda forward, *_: lambda: _count_head(forward)).start()
     mock.patch.object(SingleForwardManager, "_launch_tail", _count_tail).start()
     mock.patch.object(Retirement, "_launch", _mark_nothing).start()
+    for op in ("chain_tails", "scatter_token_ids"):
+        mock.patch.object(ops, op, _bring_up_nothing).start()
     mock.patch.object(SingleForwardManager, "repeat", counted).start()
-    driver = DRIVERS[engine](requests, folder)
+    driver = (DraftsDriver if batch == "drafts" else DRIVERS[engine])(requests, folder)
     churns = batch == "churn"
     spread = random.Random(0)
     for number in range(requests):
@@ -378,6 +414,11 @@ def _count_tail(forward: Any) -> None:
         forward.context.state.counters[group.tail_tag, 0].add_(2)
 
 
+def _bring_up_nothing(*, status: Any, **_: Any) -> None:
+    """Stand for what brings up rows before HEAD."""
+    status.add_(0)
+
+
 def _mark_nothing(retirement: Any, *_: Any) -> None:
     """Stand for the launch that marks freed slots."""
     retirement._context.state.step.add_(0)
@@ -403,8 +444,9 @@ def adapters(engine: str, requests: tuple[int, ...], json_path: Path | None) -> 
     """Time what an adapter takes of the engine's thread in a step, on a CPU, with launches that do nothing.
 
     A real engine serves a tiny model in a process of its own for each batch: decode is the same requests at every step;
-    in churn one ends and another one comes every other step. What a GPU's host takes, only `kv-canary bench engine`
-    says: here one adapter is held against another, and a version against the one before.
+    in churn one ends and another one comes every other step; with SGLang also of drafts, made by a graph. What a GPU's
+    host takes, only `kv-canary bench engine` says: here one adapter is held against another, and a version against the
+    one before.
 
     \b
     host us     microseconds of a step, the median
@@ -436,7 +478,8 @@ def adapters(engine: str, requests: tuple[int, ...], json_path: Path | None) -> 
     table = Table(*columns, title="Host time of a step")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        for batch, count, caches in itertools.product(("decode", "churn"), requests, ("warm", "cold")):
+        batches = ("decode", "churn", "drafts") if engine == "sglang" else ("decode", "churn")
+        for batch, count, caches in itertools.product(batches, requests, ("warm", "cold")):
             click.echo(f"{engine}: {batch}, {count} requests, {caches} caches", err=True)
             lived = functools.partial(measure, engine, batch, count, Path(name), caches=caches)
             row = in_fork(lived, patience=PATIENCE)
