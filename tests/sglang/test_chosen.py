@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,3 +104,21 @@ def test_what_was_chosen_in_the_place_of_others_counts() -> None:
     # Of a prompt that goes on nothing was chosen.
     chosen.add(step([1], [7], [8], [[2]], counts=[False], members=[a]))
     assert [(u.start, u.read()) for u in chosen.unread(a)] == [(7, [9])]
+
+
+def test_a_request_that_has_ended_is_not_kept() -> None:
+    class Req:
+        pass
+
+    req = Req()
+    alive = weakref.ref(req)
+    chosen = ChosenTokens(4)
+    chosen.add(step([1], [7], [5], [[1, 2]], given=[2], members=[req]))
+    assert chosen.unread(req)
+    del req
+    gc.collect()
+    assert alive() is not None
+    chosen.settle()
+    gc.collect()
+    assert alive() is None
+    assert text_of(chosen, 1, 7) == (5, [1, 2])

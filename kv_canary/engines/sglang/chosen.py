@@ -143,12 +143,20 @@ class ChosenTokens:
 
     def newest(self, composition: Composition) -> Newest:
         """Return the newest tokens of requests; waits for all that was chosen. Of whom nothing is known, none."""
-        for step in self._waiting:
-            self._put(step)
-        self._waiting.clear()
+        self._put_all()
         rows = composition.rows
         mine = self._owners[rows] == composition.owners
         return Newest(self._base[rows], self._first[rows], np.where(mine, self._end[rows], 0), self._tokens[rows])
+
+    def settle(self) -> None:
+        """Keep no request: the scheduler has taken in all that was chosen."""
+        self._put_all()
+        self._steps.clear()
+
+    def _put_all(self) -> None:
+        for step in self._waiting:
+            self._put(step)
+        self._waiting.clear()
 
     def _put(self, step: Step) -> None:
         """Put what was chosen in a step into the requests' rows."""

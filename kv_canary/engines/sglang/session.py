@@ -395,6 +395,9 @@ class Session:
             return
         if self._host_tiers is not None:
             self._host_tiers.settle()
+        if self._speculation is not None:
+            with self._contain("what was chosen"):
+                self._speculation.settle()
         if self._pending or self.manager.has_reports:
             self._pending = False
             self.manager.flush()

@@ -360,6 +360,11 @@ class Speculation:
 
         return tokens
 
+    def settle(self) -> None:
+        """Keep no request: the scheduler has nothing to do, and has taken in all that was chosen."""
+        self._target = None
+        self._chosen.settle()
+
     def row_ended(self, row: int) -> None:
         """Take in that a request has given its row back, for good or for a while."""
         self._chosen.row_ended(row)
