@@ -6,8 +6,8 @@ seals are off. So the engines' adapters can be held against each other, and one 
 host takes, only `kv-canary bench engine` says.
 
 Batches: "decode" is the same requests at every step; in "churn" one ends and another one comes every other step; in
-"drafts", with SGLang, the same requests are decoded by chains of drafts, which go by unwatched as those of a CUDA graph
-do: a step is the target's forward and the draft model's behind it.
+"drafts", with SGLang and vLLM, the same requests are decoded with drafts, which go by unwatched: a step is the target's
+forward and what a draft model writes behind it.
 
 Caches: with a tiny model a step is short, so that the canary finds the CPU's caches as it has left them, more so beside
 one engine than beside another. A large one leaves nothing there. So every batch is measured a second time, with more
@@ -40,9 +40,12 @@ from kv_canary.commands.paths import OUT_FILE
 PROMPT, LONGEST, WARM_UP, TIMED = 24, 500, 40, 120
 # Bytes that are more than a CPU's caches hold.
 EVICTING = 256 << 20
+BATCHES = ("decode", "churn", "drafts")
 # Seconds for one measurement.
 PATIENCE = 900.0
 KIND = "adapters_host"
+# What of a row says what was measured.
+WHAT = ("engine", "batch", "requests", "caches")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +83,14 @@ class Driver(ABC):
 
     Attributes:
         tokens: that the last step has yielded, one for each of its requests.
+        longest: tokens that a request may decode.
+        steps_for_one: steps of other engines for one of this, where one takes seconds.
     """
 
     name: str
     tokens: int = 0
+    longest: int = LONGEST
+    steps_for_one: int = 1
 
     @abstractmethod
     def __init__(self, requests: int, folder: Path) -> None: ...
@@ -127,26 +134,34 @@ class VllmDriver(Driver):
         from kv_canary.difftest.stress.vllm import engine
 
         os.environ.update(engine.ONE_THREAD)
+        model = engine.save_model(folder / "vllm", num_hidden_layers=1)
+        more = self._arguments(model)
         self._engine = engine.Engine(
-            engine.save_model(folder / "vllm", num_hidden_layers=1),
+            model,
             canary={},
             max_num_seqs=requests,
             max_num_batched_tokens=2048,
-            max_model_len=LONGEST + 2 * PROMPT,
-            num_gpu_blocks_override=requests * (LONGEST // engine.BLOCK + 3) + 8,
+            max_model_len=self.longest + 2 * PROMPT,
+            num_gpu_blocks_override=requests * (self.longest // engine.BLOCK + 3) + 8,
             kv_cache_memory_bytes=1 << 30,
+            **more,
         )
         self._decodes = False
         schedule = self._engine.scheduler.schedule
 
         def seen(*args: Any, **kwargs: Any) -> Any:
             output = schedule(*args, **kwargs)
-            self._decodes = 0 < output.total_num_scheduled_tokens == len(output.num_scheduled_tokens)
+            drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
+            self._decodes = 0 < output.total_num_scheduled_tokens - drafts == len(output.num_scheduled_tokens)
             self._decodes &= not output.scheduled_new_reqs
             self.tokens = len(output.num_scheduled_tokens)
             return output
 
         self._engine.scheduler.schedule = seen
+
+    def _arguments(self, model: str) -> dict[str, Any]:
+        """Return what else the engine is given for a model."""
+        return {}
 
     def submit(self, number: int, new_tokens: int) -> None:
         self._engine.submit(f"r{number}", _prompt(number), new_tokens=new_tokens)
@@ -160,6 +175,19 @@ class VllmDriver(Driver):
 
     def close(self) -> None:
         self._engine.close()
+
+
+class VllmDraftsDriver(VllmDriver):
+    """vLLM with model runner V1 and a draft model, whose drafts are mostly right."""
+
+    longest = 4 * LONGEST
+    # Its kernels for drafts run in Triton's interpreter.
+    steps_for_one = 5
+
+    def _arguments(self, model: str) -> dict[str, Any]:
+        from kv_canary.difftest.stress.vllm import engine
+
+        return {"speculative_config": engine.drafts_of("draft_model", model)}
 
 
 class SglangDriver(Driver):
@@ -205,7 +233,7 @@ class SglangDriver(Driver):
         self.session().close()
 
 
-class DraftsDriver(SglangDriver):
+class SglangDraftsDriver(SglangDriver):
     """SGLang with EAGLE, its drafts as where a graph makes them."""
 
     def __init__(self, requests: int, folder: Path) -> None:
@@ -297,6 +325,7 @@ def _counts(_ctx: click.Context, _parameter: click.Parameter, text: str) -> tupl
 
 
 DRIVERS: dict[str, type[Driver]] = {"vllm": VllmDriver, "sglang": SglangDriver, "transformers": TransformersDriver}
+DRAFTS: dict[str, type[Driver]] = {"vllm": VllmDraftsDriver, "sglang": SglangDraftsDriver}
 
 
 def measure(engine: str, batch: str, requests: int, folder: Path, *, caches: str = "warm") -> dict[str, Any]:
@@ -332,12 +361,12 @@ def measure(engine: str, batch: str, requests: int, folder: Path, *, caches: str
     for op in ("chain_tails", "scatter_token_ids"):
         mock.patch.object(ops, op, _bring_up_nothing).start()
     mock.patch.object(SingleForwardManager, "repeat", counted).start()
-    driver = (DraftsDriver if batch == "drafts" else DRIVERS[engine])(requests, folder)
-    churns = batch == "churn"
+    driver = (DRAFTS if batch == "drafts" else DRIVERS)[engine](requests, folder)
+    churns, warm_up, timed = batch == "churn", WARM_UP // driver.steps_for_one, TIMED // driver.steps_for_one
     spread = random.Random(0)
     for number in range(requests):
         # Of those that come one by one each lives as long as it takes until all others have come, too.
-        driver.submit(number, spread.randrange(20, 2 * requests) if churns else LONGEST)
+        driver.submit(number, spread.randrange(20, 2 * requests) if churns else driver.longest)
     count = requests
     # As an engine that serves has it, lest its own garbage be counted as the canary's.
     gc.collect()
@@ -353,21 +382,21 @@ def measure(engine: str, batch: str, requests: int, folder: Path, *, caches: str
         before += is_decode
         if not is_decode and not churns:
             continue
-        if before > WARM_UP:
+        if before > warm_up:
             if clock.calls == calls:
                 raise RuntimeError("kv-canary: bench: the canary must be called at every step, got a step without")
             took.append((clock.ns - at - (driver.filled_ns - was)) / 1000)
             tokens += driver.tokens
             decodes += is_decode
             filled += is_decode and repeated[0] - first
-        if len(took) == TIMED:
+        if len(took) == timed:
             break
     clock.stop(len(took))
     if failures := driver.failures():
         raise RuntimeError(f"kv-canary: bench: nothing must fail in the canary, got {failures}")
     driver.close()
-    if len(took) < TIMED:
-        raise RuntimeError(f"kv-canary: bench: {TIMED} steps must be timed, got {len(took)}")
+    if len(took) < timed:
+        raise RuntimeError(f"kv-canary: bench: {timed} steps must be timed, got {len(took)}")
     row = Row(
         engine=driver.name,
         batch=batch,
@@ -435,16 +464,23 @@ def _prompt(number: int) -> list[int]:
     "--requests", default="64,256", show_default=True, callback=_counts, help="That run at a time, by commas."
 )
 @click.option(
+    "--batch",
+    "chosen",
+    type=click.Choice(BATCHES),
+    multiple=True,
+    help="This alone, and others that are given so; without any: all that there are.",
+)
+@click.option(
     "--json",
     "json_path",
     type=OUT_FILE,
     help="Add the rows here; those of other engines that it has stay.",
 )
-def adapters(engine: str, requests: tuple[int, ...], json_path: Path | None) -> None:
+def adapters(engine: str, requests: tuple[int, ...], chosen: tuple[str, ...], json_path: Path | None) -> None:
     """Time what an adapter takes of the engine's thread in a step, on a CPU, with launches that do nothing.
 
     A real engine serves a tiny model in a process of its own for each batch: decode is the same requests at every step;
-    in churn one ends and another one comes every other step; with SGLang also of drafts, made by a graph. What a GPU's
+    in churn one ends and another one comes every other step; with SGLang and vLLM also with a draft model. What a GPU's
     host takes, only `kv-canary bench engine` says: here one adapter is held against another, and a version against the
     one before.
 
@@ -467,6 +503,8 @@ def adapters(engine: str, requests: tuple[int, ...], json_path: Path | None) -> 
         raise click.UsageError(f"{engine} is not installed here")
     if importlib.util.find_spec("kv_canary.difftest.stress") is None:
         raise click.UsageError("adapters needs a checkout of kv-canary: an installed package does not hold its engines")
+    if "drafts" in chosen and engine not in DRAFTS:
+        raise click.UsageError(f"drafts are timed with {' and '.join(sorted(DRAFTS))}, not with {engine}")
     os.environ.update({"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"})
     from rich.console import Console
     from rich.table import Table
@@ -478,7 +516,7 @@ def adapters(engine: str, requests: tuple[int, ...], json_path: Path | None) -> 
     table = Table(*columns, title="Host time of a step")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        batches = ("decode", "churn", "drafts") if engine == "sglang" else ("decode", "churn")
+        batches = chosen or (BATCHES if engine in DRAFTS else BATCHES[:2])
         for batch, count, caches in itertools.product(batches, requests, ("warm", "cold")):
             click.echo(f"{engine}: {batch}, {count} requests, {caches} caches", err=True)
             lived = functools.partial(measure, engine, batch, count, Path(name), caches=caches)
@@ -490,13 +528,14 @@ def adapters(engine: str, requests: tuple[int, ...], json_path: Path | None) -> 
             told = (f"{row['host_us']:.0f}", f"{row['p90_us']:.0f}", f"{token:.2f}", f"{row['repeated']:.0%}")
             table.add_row(row["engine"], batch, str(count), caches, *told)
             if json_path is not None:
-                _keep(json_path, engine, rows, facts("cpu", kind=KIND))
+                _keep(json_path, rows, facts("cpu", kind=KIND))
     Console().print(table)
 
 
-def _keep(path: Path, engine: str, rows: Sequence[Mapping[str, Any]], shared: Mapping[str, Any]) -> None:
-    """Write the rows of an engine into a file, beside those of other engines that are of the same code."""
+def _keep(path: Path, rows: Sequence[Mapping[str, Any]], shared: Mapping[str, Any]) -> None:
+    """Write rows into a file, beside those of other measurements that are of the same code."""
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+    measured = {tuple(row[name] for name in WHAT) for row in rows}
     is_same = known.get("sources") == shared["sources"]
-    kept = [row for row in known["rows"] if is_same and row["engine"].split()[0] != engine]
+    kept = [row for row in known["rows"] if is_same and tuple(row[name] for name in WHAT) not in measured]
     path.write_text(json.dumps({**shared, "rows": [*kept, *rows]}, indent=2) + "\n", encoding="utf-8")

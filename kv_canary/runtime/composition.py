@@ -155,7 +155,7 @@ class BatchRequests(Sequence[ForwardRequest]):
         pending: int64 [requests]; None: none is. See `ForwardRequest`.
         table_rows: int64 [requests], of the tables of this forward; None: the rows.
         newest: int64 [requests] own token before each prefix, where the adapter has them at hand; None: it is asked.
-        drafts: whether all of the new tokens but the first of each are guesses, which may yet be rejected.
+        drafts: whether guesses are among the new tokens, which may yet be rejected: each is only sure to own its first.
         recent: several of the newest own tokens of each, where the adapter has them at hand; None: it is asked.
 
     Attributes:

@@ -22,26 +22,36 @@ from kv_canary.difftest.stress.processes import in_fork
     ("arguments", "says"),
     [
         (("--engine", "sglang"), "sglang is not installed here"),
+        (("--engine", "transformers", "--batch", "drafts"), "drafts are timed with sglang and vllm"),
         (("--engine", "sglang", "--requests", "many"), "must be numbers by commas, got 'many'"),
         ((), "--engine"),
     ],
 )
 def test_misuse_is_told(arguments: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None))
+    is_here = "drafts" in arguments
+    nothing = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: is_here or None))
     monkeypatch.setattr(adapters, "importlib", nothing)
     done = CliRunner().invoke(main, ["bench", "adapters", *arguments])
     assert done.exit_code == 2
     assert says in done.output
 
 
-def test_rows_of_other_engines_stay_while_they_are_of_this_code(tmp_path: Path) -> None:
+def test_other_rows_stay_while_they_are_of_this_code(tmp_path: Path) -> None:
     path, here = tmp_path / "adapters_host.json", {"sources": {"kernels": "1"}}
-    for engine in ("sglang", "vllm V1", "sglang"):
-        adapters._keep(path, engine.split()[0], [{"engine": engine}], here)
-    assert [row["engine"] for row in json.loads(path.read_text())["rows"]] == ["vllm V1", "sglang"]
-    adapters._keep(path, "vllm", [{"engine": "vllm V1"}], {"sources": {"kernels": "2"}})
+
+    def row(engine: str, batch: str = "decode") -> dict[str, Any]:
+        return {"engine": engine, "batch": batch, "requests": 64, "caches": "warm"}
+
+    for rows in ([row("sglang"), row("sglang", "churn")], [row("vllm V1")], [row("sglang") | {"host_us": 5}]):
+        adapters._keep(path, rows, here)
+    assert json.loads(path.read_text())["rows"] == [
+        row("sglang", "churn"),
+        row("vllm V1"),
+        row("sglang") | {"host_us": 5},
+    ]
+    adapters._keep(path, [row("vllm V1")], {"sources": {"kernels": "2"}})
     told = json.loads(path.read_text())
-    assert [row["engine"] for row in told["rows"]] == ["vllm V1"]
+    assert told["rows"] == [row("vllm V1")]
     assert told["sources"] == {"kernels": "2"}
 
 

@@ -92,7 +92,7 @@ def test_lengths_that_are_on_the_device_only_are_waited_for_behind_the_launch(
     # Of each forward whose lengths the host has not got: what happens in it, in order.
     seen: list[tuple[str, list[str]]] = []
     arrived: list[Any] = []
-    forward, wait = session.Session.forward, tokens.Chosen.wait
+    forward, wait, settle = session.Session.forward, tokens.Chosen.wait, speculative.Speculation.settle
 
     def watched(self: Any, original: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append((batch.forward_mode.name if batch.seq_lens_cpu is None else "", []))
@@ -103,6 +103,11 @@ def test_lengths_that_are_on_the_device_only_are_waited_for_behind_the_launch(
 
         return forward(self, launched, runner, batch, *args, **kwargs)
 
+    def settled(self: Any) -> None:
+        # Nothing is to be launched: whoever waits keeps nobody.
+        seen.append(("", []))
+        settle(self)
+
     def waited(self: Any) -> None:
         # What was read before has arrived.
         if seen and self not in arrived:
@@ -112,6 +117,7 @@ def test_lengths_that_are_on_the_device_only_are_waited_for_behind_the_launch(
 
     monkeypatch.setattr(session.Session, "forward", watched)
     monkeypatch.setattr(tokens.Chosen, "wait", waited)
+    monkeypatch.setattr(speculative.Speculation, "settle", settled)
     first, then = prompts_with_hits()
     check(models[0], run(scheduler, first) + run(scheduler, then), steps=steps)
     modes = {"TARGET_VERIFY", "DRAFT_EXTEND_V2"} | ({"DECODE"} if steps > 1 else set())
@@ -130,11 +136,15 @@ def test_what_has_just_been_chosen_is_not_waited_for(models: tuple[str, str], mo
     scheduler = eagle_harness.build(models, disable_overlap_schedule=False)
     read: dict[Any, str] = {}
     where = [""]
-    forward, wait = session.Session.forward, tokens.Chosen.wait
+    forward, wait, settle = session.Session.forward, tokens.Chosen.wait, speculative.Speculation.settle
 
     def watched(self: Any, original: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         where.append(batch.forward_mode.name)
         return forward(self, original, runner, batch, *args, **kwargs)
+
+    def settled(self: Any) -> None:
+        where.append("idle")
+        settle(self)
 
     def waited(self: Any) -> None:
         read.setdefault(self, where[-1])
@@ -142,6 +152,7 @@ def test_what_has_just_been_chosen_is_not_waited_for(models: tuple[str, str], mo
 
     monkeypatch.setattr(session.Session, "forward", watched)
     monkeypatch.setattr(tokens.Chosen, "wait", waited)
+    monkeypatch.setattr(speculative.Speculation, "settle", settled)
     check(models[0], run(scheduler, prompts_with_hits()[0]))
     assert "DRAFT_EXTEND_V2" in where
     assert len(read) > 5

@@ -343,8 +343,13 @@ class Session:
     def note(self, forward_batch: Any, schedule_batch: Any) -> None:
         """Keep with a forward batch who the forward is of."""
         with self._notes:
-            if self._speculation is None and self._host_tiers is not None and self._host_tiers.is_loading:
+            if self._speculation is None:
                 # The device has nothing to do meanwhile; behind the launch it has.
+                is_later = self._host_tiers is not None and self._host_tiers.is_loading
+            else:
+                # Mostly a graph makes drafts, which nobody watches.
+                is_later = speculative.is_draft(forward_batch)
+            if is_later:
                 batches.note_later(forward_batch, schedule_batch)
             else:
                 self._compose(forward_batch, schedule_batch)
@@ -551,7 +556,7 @@ class Session:
     def _composed(self, forward_batch: Any) -> BatchRequests | None:
         """Return the requests of a forward in arrays; None: they have to be described one by one."""
         try:
-            if self._host_tiers is not None and (made_of := batches.noted_later(forward_batch)) is not None:
+            if (made_of := batches.noted_later(forward_batch)) is not None:
                 self._compose(forward_batch, made_of)
             if self._speculation is not None:
                 return self._speculation.requests(forward_batch, lookahead=self._lookahead)
