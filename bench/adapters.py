@@ -82,7 +82,7 @@ class Driver(ABC):
         folder: for the model.
 
     Attributes:
-        tokens: that the last step has yielded, one for each of its requests.
+        tokens: that the last step has yielded.
         longest: tokens that a request may decode.
         steps_for_one: steps of other engines for one of this, where one takes seconds.
     """
@@ -189,6 +189,12 @@ class VllmDraftsDriver(VllmDriver):
 
         return {"speculative_config": engine.drafts_of("draft_model", model)}
 
+    def step(self) -> bool:
+        before, outputs = sum(map(len, self._engine.outputs.values())), self._engine.outputs
+        decodes = super().step()
+        self.tokens = sum(map(len, outputs.values())) - before
+        return decodes
+
 
 class SglangDriver(Driver):
     """SGLang without overlap, its decodes as where a graph is replayed."""
@@ -207,7 +213,7 @@ class SglangDriver(Driver):
             Path(save_tiny_model(folder / "sglang", "llama", num_hidden_layers=1)),
             max_running_requests=requests,
             chunked_prefill_size=2048,
-            max_total_tokens=requests * (LONGEST + 2 * PROMPT) + 64,
+            max_total_tokens=requests * (self.longest + 2 * PROMPT) + 64,
         )
         self._graphs: Any = self.session()._graphs
 
@@ -234,7 +240,9 @@ class SglangDriver(Driver):
 
 
 class SglangDraftsDriver(SglangDriver):
-    """SGLang with EAGLE, its drafts as where a graph makes them."""
+    """SGLang with EAGLE, its drafts as where a graph makes them; once texts repeat themselves, many are right."""
+
+    longest = 4 * LONGEST
 
     def __init__(self, requests: int, folder: Path) -> None:
         from kv_canary.difftest.stress.sglang import drafts, engine
@@ -249,15 +257,22 @@ class SglangDraftsDriver(SglangDriver):
             return forward(its, original, runner, batch, *args, **kwargs)
 
         mock.patch.object(session.Session, "forward", watched).start()
-        target, draft = drafts.save_models(folder, num_hidden_layers=1)
+        target, draft = drafts.save_models(folder)
         self._steps = engine
         self._scheduler = engine.build_scheduler(
             Path(target),
             max_running_requests=requests,
             chunked_prefill_size=2048,
-            max_total_tokens=requests * (LONGEST + 2 * PROMPT) + 64,
+            max_total_tokens=requests * (self.longest + 2 * PROMPT) + 64,
             **drafts.arguments(draft),
         )
+
+    def step(self) -> bool:
+        reqs = list(self._scheduler.running_batch.reqs)
+        before = sum(len(req.output_ids) for req in reqs)
+        decodes = super().step()
+        self.tokens = sum(len(req.output_ids) for req in reqs) - before
+        return decodes
 
     @property
     def filled_ns(self) -> int:

@@ -501,6 +501,11 @@ def _difftest(found: Results, _: Sequence[str]) -> str:
 
 
 # By the key that a result has of its engine's version.
+_BATCHES = {
+    "decode": "the same requests",
+    "churn": "one ends and another comes every other step",
+    "drafts": "the same requests, with drafts",
+}
 _ENGINES = {"sglang": "SGLang", "vllm": "vLLM", "transformers": "transformers"}
 
 
@@ -619,7 +624,7 @@ def _adapters_host(found: Results, _: Sequence[str]) -> str:
     rows = [
         [
             row["engine"],
-            "the same requests" if row["batch"] == "decode" else "one ends and another comes every other step",
+            _BATCHES[row["batch"]],
             row["requests"],
             row["caches"],
             f"{row['host_us']:.0f}",

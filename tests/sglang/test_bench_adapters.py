@@ -16,7 +16,7 @@ AFTER_FEW_STEPS = """
 import json, sys
 from pathlib import Path
 from kv_canary.bench import adapters
-adapters.WARM_UP, adapters.TIMED = 2, 6
+adapters.WARM_UP, adapters.TIMED = 40, 20
 row = adapters.measure("sglang", "drafts", 12, Path(sys.argv[1]))
 Path(sys.argv[1], "row.json").write_text(json.dumps(row))
 """
@@ -29,4 +29,5 @@ def test_steps_of_drafts_are_timed(tmp_path: Path) -> None:
     row = json.loads((tmp_path / "row.json").read_text())
     assert (row["engine"], row["batch"], row["requests"]) == ("sglang", "drafts", 12)
     assert row["p90_us"] >= row["host_us"] > 0
-    assert 0 < row["tokens"] <= 12
+    # Some of the drafts are right.
+    assert 12 < row["tokens"] < 12 * 4

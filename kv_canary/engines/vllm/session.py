@@ -865,6 +865,7 @@ class Session:
             # Beside a prompt's beginning, before which there is none, and nobody asks for it.
             newest = self.requests.before(rows, prefix)
         drafts = bool(self._scheduled.scheduled_spec_decode_tokens)
+        may_have_grown = drafts or (self._last is not None and self._last.drafts)
         self._last = requests = BatchRequests(
             composed.composition,
             prefix=prefix,
@@ -873,7 +874,7 @@ class Session:
             newest=newest,
             table_rows=numbers(len(rows)) if composed.which is None else composed.which,
             drafts=drafts,
-            recent=self.requests.recent(rows, self._most_new) if drafts else None,
+            recent=self.requests.recent(rows, self._most_new) if may_have_grown else None,
         )
         ends = requests.ends
         self._blocks.went(rows, ends)
