@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("sglang")
 
+import kv_canary
 from kv_canary.difftest.stress.sglang.drafts import STEPS, accepted, save_models
 from kv_canary.engines.sglang import chosen as tokens
 from kv_canary.engines.sglang import completion, session, speculative
@@ -157,6 +162,48 @@ def test_what_has_just_been_chosen_is_not_waited_for(models: tuple[str, str], mo
     assert "DRAFT_EXTEND_V2" in where
     assert len(read) > 5
     assert "DRAFT_EXTEND_V2" not in read.values()
+
+
+def test_a_step_costs_no_python_a_request(models: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = session.Session.forward
+    folders = tuple(str(Path(kv_canary.__file__).parent / name) for name in ("engines", "runtime"))
+    calls = Counter[str]()
+
+    def see(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(folders):
+            calls[frame.f_code.co_name] += 1
+
+    def watched(self: Any, original: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        # As a graph makes them: nobody is called.
+        run = original if speculative.is_draft(batch) else partial(forward, self, original)
+        return run(runner, batch, *args, **kwargs)
+
+    monkeypatch.setattr(session.Session, "forward", watched)
+    found = list[dict[str, int]]()
+    for count in (20, 40):
+        scheduler = eagle_harness.build(models, max_running_requests=count, max_total_tokens=20_000)
+        reqs = [engine.submit(scheduler, some_tokens(12, seed=n), 400) for n in range(count)]
+        # Steps behind one in which some have grown by one token and others by several.
+        steps, grown = list[Counter[str]](), set[int]()
+        while len(steps) < 4:
+            lengths = [len(req.output_ids) for req in reqs]
+            calls.clear()
+            sys.setprofile(see)
+            try:
+                engine.step(scheduler)
+            finally:
+                sys.setprofile(None)
+            # Numbers of other sizes than before have to be laid out first.
+            if len(grown) > 1 and not calls["_cut"]:
+                assert len(scheduler.running_batch.reqs) == count
+                steps.append(Counter(calls))
+            grown = {len(req.output_ids) - n for req, n in zip(reqs, lengths, strict=True)} - {0}
+        # Now and then a step reads what was found as well.
+        found.append(dict(min(steps, key=Counter.total)))
+        engine.abort(scheduler)
+        engine.run_all(scheduler)
+        clean()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
