@@ -596,7 +596,10 @@ def _window_cause(group: BufferGroup, shift: int, *, foreign: bool) -> str | Non
 
 @dataclass(frozen=True, kw_only=True)
 class _Pages:
-    """The lie of an incident's slots in pages: whether its runs begin at a page, and whether they fill pages."""
+    """The lie of an incident's slots in pages: whether they are pages from their beginnings on, and to their ends.
+
+    Of a page, a few may be missing: they hold another's tokens, which happen to be the right ones.
+    """
 
     count: int
     aligned: bool
@@ -609,12 +612,13 @@ class _Pages:
         places = sorted({m.slot - (0 if source is None else source.slot_bias) for m in members})
         if page == 1:
             return cls(count=len(places), aligned=False, whole=False)
-        lying = set(places)
-        starts = [p for p in places if p - 1 not in lying]
-        ends = [p + 1 for p in places if p + 1 not in lying]
-        aligned = all(p % page == 0 for p in starts)
-        count = len({p // page for p in places})
-        return cls(count=count, aligned=aligned, whole=aligned and all(p % page == 0 for p in ends))
+        found: dict[int, list[int]] = {}
+        for place in places:
+            found.setdefault(place // page, []).append(place % page)
+        # A token or two of a page may be right by chance.
+        aligned = all(2 * len(mine) > mine[-1] + 1 and (not mine[0] or mine[-1] == page - 1) for mine in found.values())
+        whole = aligned and all(mine[-1] == page - 1 for mine in found.values())
+        return cls(count=len(found), aligned=aligned, whole=whole)
 
     @property
     def text(self) -> str:

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,35 @@ class ForwardRequest:
     def row_in_tables(self) -> int:
         """Its row in the tables of this forward."""
         return self.row if self.table_row is None else self.table_row
+
+
+class Newest(NamedTuple):
+    """The newest own tokens of requests, several of each, as a step of drafts has them at hand.
+
+    Args:
+        base: int64 [requests], the place in its text of the first column of each.
+        first: int64 [requests], the place of its first token that is there: `base` or later.
+        end: int64 [requests], the place behind its last.
+        tokens: int64 [requests, most].
+    """
+
+    base: Int64s
+    first: Int64s
+    end: Int64s
+    tokens: Int64s
+
+    def covers(self, which: Int64s, firsts: Int64s, lasts: Int64s) -> npt.NDArray[np.bool_]:
+        """Return of which of these requests all tokens [first, last) are there."""
+        covers: npt.NDArray[np.bool_] = (firsts >= self.first[which]) & (lasts <= self.end[which])
+        return covers
+
+    def spans(self, which: Int64s, firsts: Int64s, counts: Int64s) -> Int64s:
+        """Return so many tokens of each from its first on, one behind the other; all of them have to be there."""
+        before = np.add.accumulate(counts) - counts
+        places = np.arange(int(np.add.reduce(counts))) - np.repeat(before, counts)
+        at = np.repeat(firsts - self.base[which], counts) + places
+        flat: Int64s = self.tokens[np.repeat(which, counts), at]
+        return flat
 
 
 class RequestSource(Protocol):
@@ -126,7 +155,8 @@ class BatchRequests(Sequence[ForwardRequest]):
         pending: int64 [requests]; None: none is. See `ForwardRequest`.
         table_rows: int64 [requests], of the tables of this forward; None: the rows.
         newest: int64 [requests] own token before each prefix, where the adapter has them at hand; None: it is asked.
-        drafts: whether some of the new tokens are guesses, which may yet be rejected.
+        drafts: whether guesses are among the new tokens, which may yet be rejected: each is only sure to own its first.
+        recent: several of the newest own tokens of each, where the adapter has them at hand; None: it is asked.
 
     Attributes:
         rows, owners: those of the composition.
@@ -159,6 +189,7 @@ class BatchRequests(Sequence[ForwardRequest]):
         "pending",
         "prefix",
         "previous",
+        "recent",
         "rows",
         "table_rows",
     )
@@ -173,8 +204,9 @@ class BatchRequests(Sequence[ForwardRequest]):
         newest: Int64s | None = None,
         table_rows: Int64s | None = None,
         drafts: bool = False,
+        recent: Newest | None = None,
     ) -> None:
-        self.drafts = drafts
+        self.drafts, self.recent = drafts, recent
         self.composition, self.prefix, self.extend, self.pending = composition, prefix, extend, pending
         self.table_rows = table_rows
         self.newest_of_all, self.rows, self.owners = newest, composition.rows, composition.owners
@@ -295,7 +327,8 @@ class BatchRequests(Sequence[ForwardRequest]):
             pending=0 if self.pending is None else int(self.pending[i]),
             identity=int(self.composition.identities[i]) & _MASK,
             table_row=None if self.table_rows is None else int(self.table_rows[i]),
-            discarded=lambda: source.discarded(member, prefix + extend),
+            # Of drafts it is sure to own the first.
+            discarded=lambda: source.discarded(member, prefix + (min(extend, 1) if self.drafts else extend)),
         )
 
     def __iter__(self) -> Iterator[ForwardRequest]:

@@ -199,12 +199,19 @@ def segments_of(requests: BatchRequests, which: Int64s, starts: Int64s, *, offse
     offsets = np.zeros(len(which) + 1, np.int64)
     np.cumsum(counts, out=offsets[1:])
     flat = np.empty(offsets[-1], np.int64)
-    # In most steps all requests have grown by one token, which the engine can give of all of them in one pass.
-    single = counts == 1
+    # One by one only those are asked for that the engine cannot give in one pass.
+    left = counts > 0
+    if requests.recent is not None:
+        covered = left & requests.recent.covers(which, firsts, lasts)
+        if covered.any():
+            flat[np.repeat(covered, counts)] = requests.recent.spans(which[covered], firsts[covered], counts[covered])
+            left &= ~covered
+    single = left & (counts == 1)
     newest = requests.newest(which[single], lasts[single]) if single.any() else None
     if newest is not None:
         flat[offsets[:-1][single]] = newest
-    rest = (counts != 1 if newest is not None else counts >= 0).nonzero()[0]
+        left &= ~single
+    rest = left.nonzero()[0]
     for n, i in zip(rest.tolist(), which[rest].tolist(), strict=True):
         first, last = int(firsts[n]), int(lasts[n])
         flat[offsets[n] : offsets[n + 1]] = _words(requests, i, _own(requests, i, first, last))

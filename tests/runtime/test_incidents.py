@@ -424,7 +424,6 @@ def test_a_page_written_before_the_request_came_is_a_wrong_block(engine: PagedEn
     )
 
 
-@pytest.mark.xfail(strict=True, reason="a run of what is wrong is only taken for a block where it begins at a page")
 @pytest.mark.parametrize("position", [4, 5])
 def test_a_wrong_block_one_of_whose_tokens_happens_to_be_right(engine: PagedEngine, position: int) -> None:
     a = engine.requests["a"]

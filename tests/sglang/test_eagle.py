@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("sglang")
 
+import kv_canary
 from kv_canary.difftest.stress.sglang.drafts import STEPS, accepted, save_models
+from kv_canary.engines.sglang import chosen as tokens
 from kv_canary.engines.sglang import completion, session, speculative
 
 from . import eagle_harness, engine
@@ -91,7 +97,7 @@ def test_lengths_that_are_on_the_device_only_are_waited_for_behind_the_launch(
     # Of each forward whose lengths the host has not got: what happens in it, in order.
     seen: list[tuple[str, list[str]]] = []
     arrived: list[Any] = []
-    forward, read = session.Session.forward, speculative._Chosen.of
+    forward, wait, settle = session.Session.forward, tokens.Chosen.wait, speculative.Speculation.settle
 
     def watched(self: Any, original: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append((batch.forward_mode.name if batch.seq_lens_cpu is None else "", []))
@@ -102,15 +108,21 @@ def test_lengths_that_are_on_the_device_only_are_waited_for_behind_the_launch(
 
         return forward(self, launched, runner, batch, *args, **kwargs)
 
-    def chosen(self: Any, number: int, requests: int) -> list[int]:
+    def settled(self: Any) -> None:
+        # Nothing is to be launched: whoever waits keeps nobody.
+        seen.append(("", []))
+        settle(self)
+
+    def waited(self: Any) -> None:
         # What was read before has arrived.
         if seen and self not in arrived:
             seen[-1][1].append("wait")
             arrived.append(self)
-        return read(self, number, requests)
+        wait(self)
 
     monkeypatch.setattr(session.Session, "forward", watched)
-    monkeypatch.setattr(speculative._Chosen, "of", chosen)
+    monkeypatch.setattr(tokens.Chosen, "wait", waited)
+    monkeypatch.setattr(speculative.Speculation, "settle", settled)
     first, then = prompts_with_hits()
     check(models[0], run(scheduler, first) + run(scheduler, then), steps=steps)
     modes = {"TARGET_VERIFY", "DRAFT_EXTEND_V2"} | ({"DECODE"} if steps > 1 else set())
@@ -120,7 +132,8 @@ def test_lengths_that_are_on_the_device_only_are_waited_for_behind_the_launch(
         # Before the draft model writes what has just been chosen.
         assert ("DRAFT_EXTEND_V2", True) in waits
     else:
-        assert waits == {("DECODE" if steps > 1 else "TARGET_VERIFY", False)}
+        assert ("DECODE" if steps > 1 else "TARGET_VERIFY", False) in waits
+        assert waits <= {("DECODE", False), ("TARGET_VERIFY", False)}
 
 
 def test_what_has_just_been_chosen_is_not_waited_for(models: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,22 +141,69 @@ def test_what_has_just_been_chosen_is_not_waited_for(models: tuple[str, str], mo
     scheduler = eagle_harness.build(models, disable_overlap_schedule=False)
     read: dict[Any, str] = {}
     where = [""]
-    forward, of = session.Session.forward, speculative._Chosen.of
+    forward, wait, settle = session.Session.forward, tokens.Chosen.wait, speculative.Speculation.settle
 
     def watched(self: Any, original: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         where.append(batch.forward_mode.name)
         return forward(self, original, runner, batch, *args, **kwargs)
 
-    def chosen(self: Any, number: int, requests: int) -> list[int]:
+    def settled(self: Any) -> None:
+        where.append("idle")
+        settle(self)
+
+    def waited(self: Any) -> None:
         read.setdefault(self, where[-1])
-        return of(self, number, requests)
+        wait(self)
 
     monkeypatch.setattr(session.Session, "forward", watched)
-    monkeypatch.setattr(speculative._Chosen, "of", chosen)
+    monkeypatch.setattr(tokens.Chosen, "wait", waited)
+    monkeypatch.setattr(speculative.Speculation, "settle", settled)
     check(models[0], run(scheduler, prompts_with_hits()[0]))
     assert "DRAFT_EXTEND_V2" in where
     assert len(read) > 5
     assert "DRAFT_EXTEND_V2" not in read.values()
+
+
+def test_a_step_costs_no_python_a_request(models: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = session.Session.forward
+    folders = tuple(str(Path(kv_canary.__file__).parent / name) for name in ("engines", "runtime"))
+    calls = Counter[str]()
+
+    def see(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(folders):
+            calls[frame.f_code.co_name] += 1
+
+    def watched(self: Any, original: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        # As a graph makes them: nobody is called.
+        run = original if speculative.is_draft(batch) else partial(forward, self, original)
+        return run(runner, batch, *args, **kwargs)
+
+    monkeypatch.setattr(session.Session, "forward", watched)
+    found = list[dict[str, int]]()
+    for count in (20, 40):
+        scheduler = eagle_harness.build(models, max_running_requests=count, max_total_tokens=20_000)
+        reqs = [engine.submit(scheduler, some_tokens(12, seed=n), 400) for n in range(count)]
+        # Steps behind one in which some have grown by one token and others by several.
+        steps, grown = list[Counter[str]](), set[int]()
+        while len(steps) < 4:
+            lengths = [len(req.output_ids) for req in reqs]
+            calls.clear()
+            sys.setprofile(see)
+            try:
+                engine.step(scheduler)
+            finally:
+                sys.setprofile(None)
+            # Numbers of other sizes than before have to be laid out first.
+            if len(grown) > 1 and not calls["_cut"]:
+                assert len(scheduler.running_batch.reqs) == count
+                steps.append(Counter(calls))
+            grown = {len(req.output_ids) - n for req, n in zip(reqs, lengths, strict=True)} - {0}
+        # Now and then a step reads what was found as well.
+        found.append(dict(min(steps, key=Counter.total)))
+        engine.abort(scheduler)
+        engine.run_all(scheduler)
+        clean()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
@@ -195,6 +255,52 @@ def test_a_tight_pool_with_retractions_aborts_and_flushes_is_clean(
     check(models[0], done)
     assert scheduler.flush_cache()
     check(models[0], run(scheduler, [stems[1]] * 3))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_behind_drafts_are_not_described_request_by_request(
+    models: tuple[str, str], monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    scheduler = eagle_harness.build(models, disable_overlap_schedule=not overlap)
+    seen: list[tuple[str, bool]] = []
+    asked = speculative.Speculation.requests
+
+    def requests(self: Any, batch: Any, *, lookahead: int) -> Any:
+        found = asked(self, batch, lookahead=lookahead)
+        seen.append((batch.forward_mode.name, found is not None))
+        return found
+
+    monkeypatch.setattr(speculative.Speculation, "requests", requests)
+    # Some of nine end before others, so that the list changes.
+    reqs = [engine.submit(scheduler, some_tokens(5 + n, seed=n), NEW + n) for n in range(12)]
+    engine.run_all(scheduler)
+    check(models[0], reqs)
+    for mode in ("TARGET_VERIFY", "DRAFT_EXTEND_V2"):
+        assert {is_composed for name, is_composed in seen if name == mode} == {True}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_token_that_the_scheduler_has_taken_in_wrongly_is_seen(models: tuple[str, str], overlap: bool) -> None:
+    scheduler = eagle_harness.build(
+        models, mode="log", settings={"KV_CANARY_CHECK_TOKENS": "1"}, disable_overlap_schedule=not overlap
+    )
+    reqs = [engine.submit(scheduler, some_tokens(9, seed=n), NEW) for n in range(12)]
+    wrong: list[int] = []
+
+    def before_step(_: int) -> bool:
+        output = reqs[3].output_ids
+        if not wrong and len(output) > 8:
+            # What it has generated is no longer what its KV was computed from.
+            output[-1] ^= 1
+            wrong.append(len(reqs[3].origin_input_ids) + len(output) - 1)
+        return False
+
+    engine.run_all(scheduler, before_step)
+    manager = session.current().manager
+    manager.flush()
+    assert wrong
+    assert {r.request_id for r in manager.reports} == {reqs[3].rid}
+    assert min(r.position for r in manager.reports) in (wrong[0] - 1, wrong[0])
 
 
 def test_drafts_of_a_graph_go_to_slots_of_one_that_has_just_ended(

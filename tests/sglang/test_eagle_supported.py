@@ -118,7 +118,14 @@ class Req:
 
 def test_tokens_go_on_with_what_was_chosen_and_not_taken_in_yet() -> None:
     worker, req = Worker(), Req([1, 2, 3])
-    told = speculative.Speculation(worker, patches=Patches(), step=contextlib.nullcontext, forward=None)
+    told = speculative.Speculation(
+        worker,
+        max_rows=4,
+        owner_of=lambda _: 7,
+        patches=Patches(),
+        step=contextlib.nullcontext,
+        forward=None,
+    )
     worker.forward = told.describe
     tokens = told.tokens(req)
 

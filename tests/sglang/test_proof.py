@@ -14,11 +14,12 @@ import torch
 pytest.importorskip("sglang")
 
 from kv_canary.difftest.stress.sglang import cuda, traffic
-from kv_canary.engines.sglang import session, speculative
+from kv_canary.engines.sglang import chosen as tokens
+from kv_canary.engines.sglang import session
 
 
 def test_what_is_waited_for_is_counted_by_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: Any = speculative._Chosen(torch.tensor([5, 6]), None)
+    chosen: Any = tokens.Chosen(torch.tensor([5, 6]), None)
     chosen._copied = SimpleNamespace(query=lambda: False, synchronize=lambda: None)
 
     def forward(_: Any, launch: Callable[[], None], before: int, behind: int) -> None:
@@ -29,7 +30,7 @@ def test_what_is_waited_for_is_counted_by_where_it_is(monkeypatch: pytest.Monkey
             chosen.of(0, 1)
 
     monkeypatch.setattr(session.Session, "forward", forward)
-    monkeypatch.setattr(speculative._Chosen, "of", speculative._Chosen.of)
+    monkeypatch.setattr(tokens.Chosen, "wait", tokens.Chosen.wait)
     waits, run = traffic._Waits(), session.Session.forward
     run(None, lambda: None, 1, 2)
     assert (waits.before, waits.behind) == (1, 2)

@@ -484,6 +484,13 @@ def test_texts_are_what_was_sampled_however_it_came(seed: int) -> None:
         assert (found is None) == (min(map(len, there)) == 0 or bool((asked < 1).any()))
         if found is not None:
             assert found.tolist() == [token for (token,) in there]
+        if draw.random() < 0.1:
+            most = draw.randrange(1, 12)
+            recent = requests.recent(rows, most)
+            for n, own in enumerate(map(texts.__getitem__, names)):
+                first = max(len(own) - most, 0)
+                assert (recent.base[n], recent.first[n], recent.end[n]) == (first, first, len(own))
+                assert recent.tokens[n, : len(own) - first].tolist() == own[first:]
         name = draw.choice(names)
         begin, end = sorted(draw.randrange(100) for _ in range(2))
         member = requests.find(name)

@@ -12,25 +12,32 @@ from typing import Any
 
 import pytest
 
-from kv_canary.difftest.stress.vllm.engine import Engine, Runner
+from kv_canary.difftest.stress.vllm.engine import Engine, Runner, drafts_of, save_model
 
 # What vLLM calls of the canary's in a step.
-CALLED = ("_begin_step", "before", "after", "_take_output")
+CALLED = ("_begin_step", "before", "after", "_take_output", "_follow_draft")
 # Python functions of the adapter's own in a decode like the one before it, and in a step in which a request has ended
 # and another one has come; what they call of the runtime's is not in these.
 MOST_OF_A_DECODE, MOST_OF_A_CHANGE = 24, 100
 
 
 @contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch, calls: Counter[str]) -> Iterator[None]:
-    """Count the calls of the adapter's functions inside the block, by name, and launches that retire slots."""
+def counted(monkeypatch: pytest.MonkeyPatch, calls: Counter[str], *, runtime: bool = False) -> Iterator[None]:
+    """Count the calls of the adapter's functions inside the block, by name, and launches that retire slots.
+
+    Args:
+        monkeypatch: wraps what is called.
+        calls: where they are counted.
+        runtime: whether the runtime's functions are counted too.
+    """
     from kv_canary.engines.vllm import session
+    from kv_canary.runtime import manager
     from kv_canary.runtime.manager import CanaryManager
 
-    here = str(Path(session.__file__).parent)
+    folders = tuple(str(Path(module.__file__).parent) for module in (session, *([manager] if runtime else [])))
 
     def see(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(here):
+        if event == "call" and frame.f_code.co_filename.startswith(folders):
             calls[frame.f_code.co_name] += 1
 
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,6 +89,30 @@ def test_a_step_costs_what_has_changed(
             assert retired <= count + 1
     assert most[2][0] == most[6][0] <= MOST_OF_A_DECODE
     assert max(changed for _, changed in most.values()) <= MOST_OF_A_CHANGE
+
+
+def test_a_step_of_drafts_costs_no_python_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of one layer, as its draft model, whose drafts are all right then.
+    model = save_model(tmp_path / "small", num_hidden_layers=1)
+    drafts, found = drafts_of("draft_model", model), list[dict[str, int]]()
+    for count in (12, 24):
+        room = {"max_num_seqs": count, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 12 * count}
+        with Engine(model, canary={}, speculative_config=drafts, **room) as engine:
+            for n in range(count):
+                engine.submit(f"r{n}", [7 + n, *range(20, 29)], new_tokens=100)
+            steps = list[Counter[str]]()
+            while len(steps) < 3:
+                calls, lengths = Counter[str](), {name: len(text) for name, text in engine.outputs.items()}
+                with counted(monkeypatch, calls, runtime=True):
+                    engine.step()
+                assert engine.unfinished == count
+                grown = {len(text) - lengths.get(name, 0) for name, text in engine.outputs.items()}
+                # Numbers of other sizes than before have to be laid out first.
+                if len(lengths) == count and max(grown) > 1 and not calls["_cut"]:
+                    steps.append(calls)
+        # Now and then a step reads what was found as well.
+        found.append(dict(min(steps, key=Counter.total)))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("runner", ["V1", "V2"])

@@ -260,13 +260,13 @@ class _Waits:
     """
 
     def __init__(self) -> None:
-        from kv_canary.engines.sglang import session, speculative
+        from kv_canary.engines.sglang import chosen, session
 
         self.before = self.behind = 0
         self._is_launched = False
         forwards: Any = session.Session
-        chosen: Any = speculative._Chosen
-        forward, of = forwards.forward, chosen.of
+        tokens: Any = chosen.Chosen
+        forward, wait = forwards.forward, tokens.wait
 
         def watched(its: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             def launched(*args: Any, **kwargs: Any) -> Any:
@@ -280,14 +280,13 @@ class _Waits:
             finally:
                 self._is_launched = False
 
-        def read(its: Any, number: int, requests: int) -> list[int]:
+        def waited(its: Any) -> None:
             if its._copied is not None and not its._copied.query():
                 self.before += not self._is_launched
                 self.behind += self._is_launched
-            tokens: list[int] = of(its, number, requests)
-            return tokens
+            wait(its)
 
-        forwards.forward, chosen.of = watched, read
+        forwards.forward, tokens.wait = watched, waited
 
 
 class _Fault:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
 from operator import attrgetter, getitem, is_not
 from typing import Any
@@ -37,6 +37,13 @@ class Requests:
     def prompts(self, members: Sequence[Any]) -> Int64s:
         """Return the lengths of the prompts of a list of requests that never changes."""
         return self._of(members)[1]
+
+    def texts(self, members: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        """Yield the lists of what each has generated, as last seen; then, if another is asked for, as they are now."""
+        _, _, texts = self._of(members)
+        yield texts
+        texts[:] = map(_OUTPUT, members)
+        yield texts
 
     def know(self, members: Sequence[Any], prompts: Int64s, texts: list[Any]) -> _Known:
         """Take in, and return, a list of requests, the lengths of their prompts, and their generated tokens."""
@@ -150,10 +157,11 @@ class Composer:
     Args:
         owners: the requests' serial numbers.
         identities: what their KV depends on.
+        source: answers for the requests.
     """
 
-    def __init__(self, owners: batches.Owners, identities: Identities) -> None:
-        self._owners, self._identities, self._source = owners, identities, Requests()
+    def __init__(self, owners: batches.Owners, identities: Identities, source: Requests | None = None) -> None:
+        self._owners, self._identities, self._source = owners, identities, source or Requests()
         self._rows = _Rows()
         # Batches that decode come again and again, with those that prefill between them.
         self._decoding, self._others = _List(), _List()
@@ -161,7 +169,9 @@ class Composer:
     def compose(self, schedule_batch: Any) -> Composition | None:
         """Return the composition of a batch; None where one of its requests has no row that the adapter knows."""
         reqs, mirror = schedule_batch.reqs, schedule_batch.req_pool_indices_cpu
-        mine = self._decoding if schedule_batch.forward_mode.is_decode() else self._others
+        mode = schedule_batch.forward_mode
+        decodes = mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2()
+        mine = self._decoding if decodes else self._others
         # The scheduler makes a new mirror where rows change.
         if mine.composition is not None and reqs == mine.reqs and mine.has_rows(mirror):
             return mine.composition

@@ -173,7 +173,6 @@ class Session:
         self.left_out: Counter[str] = Counter()
         self.owners = batches.Owners()
         self._identities = Identities(counts_weights=not transfer.needs_both_records(scheduler.server_args))
-        self._composer = compose.Composer(self.owners, self._identities)
         self._patches = Patches()
         self._graphs = graphs.Graphs()
         # By runner, and whether it drafts.
@@ -240,12 +239,16 @@ class Session:
             if not scheduler.spec_algorithm.is_none():
                 self._speculation = speculative.Speculation(
                     scheduler.draft_worker,
+                    max_rows=table.shape[0],
+                    owner_of=self.owners.owner,
                     patches=self._patches,
                     step=self.manager.one_step,
                     begins=self._follow_freed,
                     forward=self.forward,
                     following=self._contain,
                 )
+            source = None if self._speculation is None else self._speculation.source
+            self._composer = compose.Composer(self.owners, self._identities, source)
             self._patches.wrap(scheduler.tree_cache, "checkpoint", self._checkpoint)
             self._ended = completion.Ended(
                 scheduler.tree_cache,
@@ -340,15 +343,23 @@ class Session:
     def note(self, forward_batch: Any, schedule_batch: Any) -> None:
         """Keep with a forward batch who the forward is of."""
         with self._notes:
-            if self._speculation is None and self._host_tiers is not None and self._host_tiers.is_loading:
+            if self._speculation is None:
                 # The device has nothing to do meanwhile; behind the launch it has.
+                is_later = self._host_tiers is not None and self._host_tiers.is_loading
+            else:
+                # Mostly a graph makes drafts, which nobody watches.
+                is_later = speculative.is_draft(forward_batch)
+            if is_later:
                 batches.note_later(forward_batch, schedule_batch)
             else:
                 self._compose(forward_batch, schedule_batch)
 
     def _compose(self, forward_batch: Any, schedule_batch: Any) -> None:
         composition = None
-        if self._speculation is None and not beams.has_rows(schedule_batch):
+        mode = forward_batch.forward_mode
+        # The first token of a draft model's prompt is nobody's, and each of its drafts is described one by one.
+        is_composed = self._speculation is None or mode.is_target_verify() or mode.is_draft_extend_v2()
+        if is_composed and not beams.has_rows(schedule_batch):
             composition = self._composer.compose(schedule_batch)
         if composition is None:
             batches.note(forward_batch, schedule_batch)
@@ -389,6 +400,9 @@ class Session:
             return
         if self._host_tiers is not None:
             self._host_tiers.settle()
+        if self._speculation is not None:
+            with self._contain("what was chosen"):
+                self._speculation.settle()
         if self._pending or self.manager.has_reports:
             self._pending = False
             self.manager.flush()
@@ -542,8 +556,10 @@ class Session:
     def _composed(self, forward_batch: Any) -> BatchRequests | None:
         """Return the requests of a forward in arrays; None: they have to be described one by one."""
         try:
-            if self._host_tiers is not None and (made_of := batches.noted_later(forward_batch)) is not None:
+            if (made_of := batches.noted_later(forward_batch)) is not None:
                 self._compose(forward_batch, made_of)
+            if self._speculation is not None:
+                return self._speculation.requests(forward_batch, lookahead=self._lookahead)
             return self._composer.requests(forward_batch, lookahead=self._lookahead)
         except batches.UnknownKindError:
             # Of none of its requests, or of some: that is told where they are described.
@@ -554,8 +570,7 @@ class Session:
 
     def _repeat(self, runner: Any, forward_batch: Any, requests: BatchRequests) -> SingleForwardManager | None:
         """Begin a forward that is like one before but for its numbers, and run HEAD; None: it is not known to be."""
-        # What is composed drafts nothing.
-        watched = self._forwards.get((runner, False))
+        watched = None if requests.drafts else self._forwards.get((runner, False))
         if watched is None:
             return None
         slots = forward_batch.out_cache_loc
@@ -667,14 +682,17 @@ class Session:
         if arrays is not None:
             self._anchored |= bool(arrays.composition.identities.any())
             given = self._inputs(runner, forward_batch, arrays.num_tokens)
+            rows, lengths = given.rows, given.lengths
+            if arrays.drafts:
+                rows, lengths = self._given_lengths(forward_batch, len(arrays))
             return ForwardBatch(
                 requests=arrays,
                 input_ids=given.input_ids,
                 positions=given.positions,
                 out_slots=given.out_slots,
                 tables={g.name: runner.req_to_token_pool.req_to_token for g in self._groups[runner]},
-                rows=given.rows,
-                lengths=given.lengths,
+                rows=rows,
+                lengths=lengths,
                 is_given_at_tail=self._graphs.may_replay(runner, forward_batch),
             )
         described = self._describer.describe(
@@ -696,7 +714,9 @@ class Session:
             self._leave_out(runner, slots, described)
             (kept,) = send(self.manager.device, described.kept)
             slots, input_ids, positions = slots[kept], input_ids[kept], positions[kept]
-        rows, lengths = self._given_lengths(forward_batch, described)
+        rows, lengths = None, None
+        if described.kept is None:
+            rows, lengths = self._given_lengths(forward_batch, len(described.requests))
         return ForwardBatch(
             requests=described.requests,
             input_ids=input_ids,
@@ -707,14 +727,16 @@ class Session:
             lengths=lengths,
         )
 
-    def _given_lengths(
-        self, forward_batch: Any, described: batches.Described
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the rows and lengths that the attention backend is given; None and None where they are not told."""
-        count = len(described.requests)
+    def _given_lengths(self, forward_batch: Any, count: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the rows and lengths that the attention backend is given; None and None where they are not told.
+
+        Args:
+            forward_batch: all of whose requests are described.
+            count: of these.
+        """
         lengths = forward_batch.seq_lens if self._speculation is None else speculative.given_lengths(forward_batch)
         rows = forward_batch.req_pool_indices
-        if described.kept is not None or lengths is None or not len(rows) == len(lengths) == count:
+        if lengths is None or not len(rows) == len(lengths) == count:
             return None, None
         return rows, lengths
 
@@ -766,6 +788,8 @@ class Session:
     def _row_ended(self, row: int) -> None:
         """Take in that a request has given its row back, for good or for a while."""
         self._composer.row_ended(row)
+        if self._speculation is not None:
+            self._speculation.row_ended(row)
         self.manager.row_ended(row)
 
     def _cached(self) -> Sequence[CachedSlots]:

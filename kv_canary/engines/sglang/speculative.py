@@ -21,17 +21,21 @@ it, and so it does before the draft model writes what was chosen.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from itertools import compress
+from operator import itemgetter
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kv_canary.engines.patches import Patches
-from kv_canary.engines.sglang import batches, support
+from kv_canary.engines.sglang import batches, compose, support
+from kv_canary.engines.sglang.chosen import Chosen, ChosenTokens, Step
 from kv_canary.errors import must_be
+from kv_canary.runtime.composition import BatchRequests, Composition, Int64s, Newest
 
 # The algorithms whose workers draft a chain and write it as described above.
 SERVED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
@@ -45,6 +49,7 @@ _UNSERVED = {
 _SKIPS_DRAFT_EXTEND = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 _COORDINATES_PREFILL = "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"
 _SIMULATES = "SGLANG_SIMULATE_ACC_LEN"
+_LAST = itemgetter(-1)
 
 
 def check_supported(server_args: Any) -> None:
@@ -145,23 +150,62 @@ def given_lengths(forward_batch: Any) -> torch.Tensor | None:
     return given
 
 
+class _Target(NamedTuple):
+    """The requests of the target's last forward: whose they are, and their lengths."""
+
+    members: Sequence[Any]
+    rows: Int64s
+    owners: Int64s
+    prefix: Int64s
+    extend: Int64s
+    # As the step began with them, where they are composed.
+    newest: Newest | None = None
+
+
+class DraftedRequests(compose.Requests):
+    """What the canary asks of SGLang's requests whose tokens may have been chosen and not taken in yet.
+
+    Args:
+        tokens: gives a request's own tokens as a function.
+    """
+
+    def __init__(self, tokens: Callable[[Any], Callable[[int, int], Sequence[int]]]) -> None:
+        super().__init__()
+        self._tokens = tokens
+
+    def tokens(self, member: Any, start: int, end: int) -> Sequence[int]:
+        """Return own tokens [start, end) of a request, those included that the scheduler has not taken in."""
+        return self._tokens(member)(start, end)
+
+    def newest(self, members: Sequence[Any], ends: Int64s) -> Int64s | None:
+        """Return None: they are at hand, or have to be asked for one by one."""
+        return None
+
+
 class Speculation:
     """The state of a speculative worker: how far its chain of drafts is, and what it has accepted that nobody has read.
 
     Args:
         worker: the scheduler's `EAGLEWorkerV2` or `StandaloneWorkerV2`.
+        max_rows: of SGLang's table.
+        owner_of: gives a request's serial number.
         patches: takes the wraps back.
         step: makes the forwards inside the block one step of the canary.
         begins: called when a step has begun and nothing of it is launched.
         forward: called around forwards of the draft model that do not go through `ModelRunner.forward`, with the
             original, the runner and the forward batch.
         following: gives the context, by what is done, of a part of the canary that may fail where the engine must not.
+
+    Attributes:
+        source: answers for requests that are composed.
     """
 
     def __init__(
         self,
         worker: Any,
         *,
+        max_rows: int,
+        owner_of: Callable[[Any], int],
         patches: Patches,
         step: Callable[[], AbstractContextManager[Any]],
         begins: Callable[[], None] = lambda: None,
@@ -170,15 +214,15 @@ class Speculation:
     ) -> None:
         self._step, self._begins = step, begins
         self._forward = forward
-        self._following = following
+        self._following, self._owner_of = following, owner_of
         self._runner = worker.draft_worker.draft_runner
         self._drafted = 0
         # Whether a draft of this chain could not be described: those behind it cannot, either.
         self._broken = False
-        # The requests of the target's last forward, and their lengths.
-        self._target: list[tuple[Any, int, int]] = []
-        # What the last step has chosen and, once this one has, what this one has.
-        self._unread: weakref.WeakKeyDictionary[Any, list[_Unread]] = weakref.WeakKeyDictionary()
+        # None: nothing is known of them.
+        self._target: _Target | None = None
+        self._chosen = ChosenTokens(max_rows)
+        self.source = DraftedRequests(self.tokens)
         patches.wrap(worker, "forward_batch_generation", self._iterate)
         patches.wrap(worker, "verify", self._verify)
         patches.wrap(worker.target_worker, "forward_batch_generation", self._target_forward)
@@ -188,6 +232,62 @@ class Speculation:
         graph = getattr(worker.draft_worker, "cuda_graph_runner_for_draft_extend", None)
         if graph is not None:
             patches.wrap(graph, "execute", self._replay)
+
+    def requests(self, forward_batch: Any, *, lookahead: int) -> BatchRequests | None:
+        """Return the requests of a forward behind drafts, in arrays; None: they have to be described one by one.
+
+        Where it is the target's, it waits for what was chosen in the step before.
+
+        Args:
+            forward_batch: of which the composition is noted.
+            lookahead: tokens past its prefix that have to be known of a request.
+        """
+        composition, mode = batches.composed(forward_batch), forward_batch.forward_mode
+        if composition is None or not (mode.is_target_verify() or mode.is_draft_extend_v2()):
+            return None
+        lengths, info = forward_batch.seq_lens_cpu, forward_batch.spec_info
+        prefix = None if lengths is None else lengths.numpy().astype(np.int64)
+        if mode.is_target_verify():
+            # Nothing is known of them if this raises.
+            self._target = None
+            newest = self._chosen.newest(composition)
+            # The last token is the one that is not in the cache.
+            prefix = newest.end - 1 if prefix is None else prefix
+            is_known = (newest.end >= prefix + lookahead).all() and np.minimum.reduce(prefix, initial=1) > 0
+            if len(prefix) != len(composition) or not is_known or not self._is_text(composition, newest):
+                return None
+            extend = np.full(len(composition), info.draft_token_num)
+            self._target = _Target(
+                composition.members, composition.rows, composition.owners, prefix, extend, newest=newest
+            )
+        else:
+            target = self._target
+            if target is None or target.newest is None or target.rows is not composition.rows:
+                return None
+            newest, extend = target.newest, np.full(len(composition), info.num_tokens_per_req)
+            # The batch's own count what is about to be written; what it began with does not.
+            prefix = target.prefix if prefix is None else prefix - extend
+            if len(prefix) != len(composition) or (prefix != target.prefix).any():
+                return None
+        return BatchRequests(composition, prefix=prefix, extend=extend, drafts=True, recent=newest)
+
+    def _is_text(self, composition: Composition, newest: Newest) -> bool:
+        """Whether what was chosen agrees with the requests' own texts, as far as the scheduler has taken it in.
+
+        The last token of each text is looked at: all of them are, in one step or another, where one is accepted.
+        """
+        for texts in self.source.texts(composition.members):
+            prompts, output = self.source.prompts(composition.members), list(map(len, texts))
+            generated = np.array(output, np.int64)
+            last = np.fromiter(map(_LAST, compress(texts, output)), np.int64)
+            there = generated > 0
+            at = (prompts + generated - 1)[there]
+            known = Newest(*(x[there] for x in newest))
+            is_there = (known.first <= at) & (at < known.end)
+            places = np.where(is_there, at - known.base, 0)
+            if (known.tokens[np.arange(len(at)), places] == last)[is_there].all():
+                return True
+        return False
 
     def describe(self, forward_batch: Any) -> list[tuple[int, int]]:
         """Return (prefix, extend) of every request of the forward that is about to run; once for each forward.
@@ -201,7 +301,7 @@ class Speculation:
             self._drafted += 1
         if is_target:
             # Nothing is known of it if this raises.
-            self._target = []
+            self._target = None
         try:
             if draft and self._broken:
                 raise batches.UnknownKindError("a draft behind one that was not described")
@@ -211,7 +311,14 @@ class Speculation:
             raise
         who = batches.noted(forward_batch)
         if is_target and len(who) == len(lens):
-            self._target = [(w.req, *both) for w, both in zip(who, lens, strict=True)]
+            prefix, extend = np.array(lens, np.int64).reshape(-1, 2).T.copy()
+            self._target = _Target(
+                [w.req for w in who],
+                np.array([w.row or 0 for w in who], np.int64),
+                np.array([self._owner_of(w.req) for w in who], np.int64),
+                prefix,
+                extend,
+            )
         return lens
 
     def reads_chosen(self, forward_batch: Any) -> bool:
@@ -231,18 +338,21 @@ class Speculation:
             wanted: how many are wanted: once it has as many, what was chosen later is not waited for. None: all.
         """
         known = batches.known_tokens(req)
-        for unread in self._unread.get(req, ()):
+        for unread in self._chosen.unread(req):
             if known <= unread.start and (wanted is None or known < wanted):
                 known = unread.start + len(unread.read())
         return known
 
-    def tokens(self, req: Any) -> Callable[[int, int], list[int]]:
+    def tokens(self, req: Any) -> Callable[[int, int], Sequence[int]]:
         """Return a function that gives a request's own tokens, those included that the scheduler has not taken in."""
         own = batches.own_tokens(req)
 
-        def tokens(start: int, end: int) -> list[int]:
-            found = list(own(start, end))
-            for unread in self._unread.get(req, ()):
+        def tokens(start: int, end: int) -> Sequence[int]:
+            found = own(start, end)
+            if len(found) == end - start:
+                return found
+            found = list(found)
+            for unread in self._chosen.unread(req):
                 first = start + len(found) - unread.start
                 if len(found) < end - start and first >= 0:
                     found = found + unread.read()[first : end - unread.start]
@@ -250,13 +360,22 @@ class Speculation:
 
         return tokens
 
+    def settle(self) -> None:
+        """Keep no request: the scheduler has nothing to do, and has taken in all that was chosen."""
+        self._target = None
+        self._chosen.settle()
+
+    def row_ended(self, row: int) -> None:
+        """Take in that a request has given its row back, for good or for a while."""
+        self._chosen.row_ended(row)
+
     def _seq_lens(self, forward_batch: Any) -> list[int] | None:
         """Return the lengths at the beginning of the step of a forward whose batch has none on the host."""
         mode = forward_batch.forward_mode
         if forward_batch.seq_lens_cpu is not None:
             return None
         if mode.is_draft_extend_v2():
-            return [prefix for _, prefix, _ in self._target] or None
+            return None if self._target is None else self._target.prefix.tolist()
         if mode.is_decode() or mode.is_target_verify():
             # The last token is the one that is not in the cache.
             return [self.known(noted.req) - 1 for noted in batches.noted(forward_batch)]
@@ -266,7 +385,7 @@ class Speculation:
         if batch.forward_mode.is_idle():
             return original(batch, *args, **kwargs)
         self._drafted, self._broken = 0, False
-        self._target = []
+        self._target = None
         with self._step():
             # The first that is launched may be a graph of drafts, which nobody watches, and may write to slots that
             # somebody has given back since the step before.
@@ -276,16 +395,20 @@ class Speculation:
     def _target_forward(self, original: Callable[..., Any], *args: Any, is_verify: bool = False, **kwargs: Any) -> Any:
         result = original(*args, is_verify=is_verify, **kwargs)
         with self._following("what was sampled"):
-            if not is_verify and result.next_token_ids is not None:
-                # The token behind the prompt; of a chunk that is not the last, the prompt's own comes before it.
-                self._note(result.next_token_ids, None, behind=lambda prefix, extend: prefix + extend)
+            target = self._target
+            if not is_verify and result.next_token_ids is not None and target is not None:
+                # The token behind the prompt; of a chunk that is not the last, the prompt's own comes in its place.
+                starts = target.prefix + target.extend
+                owned = np.fromiter(map(batches.known_tokens, target.members), np.int64, len(target.members))
+                self._note(target, result.next_token_ids, None, starts=starts, counts=owned <= starts)
         return result
 
     def _verify(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(batch, *args, **kwargs)
         with self._following("what was accepted"):
-            # The last token of before is the first that was verified.
-            self._note(result.next_token_ids, result.accept_lens, behind=lambda prefix, extend: prefix + 1)
+            if self._target is not None:
+                # The last token of before is the first that was verified.
+                self._note(self._target, result.next_token_ids, result.accept_lens, starts=self._target.prefix + 1)
         return result
 
     def _replay(self, original: Callable[..., Any], forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -294,68 +417,39 @@ class Speculation:
 
         return self._forward(replay, self._runner, forward_batch)
 
-    def _note(self, tokens: torch.Tensor, counts: torch.Tensor | None, *, behind: Callable[[int, int], int]) -> None:
+    def _note(
+        self,
+        target: _Target,
+        tokens: torch.Tensor,
+        given: torch.Tensor | None,
+        *,
+        starts: Int64s,
+        counts: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
         """Keep what the target has chosen for the requests of its last forward, without waiting for it.
 
         Args:
+            target: these.
             tokens: int [requests x most], on the device.
-            counts: int [requests] of them; None: all.
-            behind: tells from prefix and extend how many tokens a request has before these.
+            given: int [requests] of them; None: all.
+            starts: how many tokens a request has before these.
+            counts: for which requests they count; None: for all.
         """
-        if not self._target:
-            return
-        chosen = _Chosen(tokens, counts)
-        for number, (req, prefix, extend) in enumerate(self._target):
-            unread = _Unread(start=behind(prefix, extend), number=number, of=len(self._target), chosen=chosen)
-            # What was chosen in the place of these counts no more: the request was put off before it was taken in.
-            before = [u for u in self._unread.get(req, ())[-1:] if u.start < unread.start]
-            self._unread[req] = [*before, unread]
+        if len(target.members):
+            step = Step(
+                members=target.members,
+                rows=target.rows,
+                owners=target.owners,
+                starts=starts,
+                counts=counts,
+                chosen=Chosen(tokens, given),
+            )
+            self._chosen.add(step)
 
 
 def is_draft(forward_batch: Any) -> bool:
     """Say whether a forward writes drafts: an inner forward, on tokens that may yet be rejected."""
     return bool(forward_batch.forward_mode.is_decode())
-
-
-class _Chosen:
-    """The tokens that the target has chosen in one step, on their way to the host.
-
-    Args:
-        tokens, counts: on the device; copied at once, behind what has been launched.
-    """
-
-    def __init__(self, tokens: torch.Tensor, counts: torch.Tensor | None) -> None:
-        self._tokens = _to_host(tokens)
-        self._counts = None if counts is None else _to_host(counts)
-        self._copied: torch.cuda.Event | None = None
-        if tokens.is_cuda:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def of(self, number: int, requests: int) -> list[int]:
-        """Return the tokens of the request with this number among so many; waits for them if they are not there yet."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        mine: list[int] = self._tokens.view(requests, -1)[number].tolist()
-        return mine if self._counts is None else mine[: int(self._counts[number])]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Unread:
-    """Tokens of one request, from its token `start` on, that the scheduler may not have taken in yet."""
-
-    start: int
-    number: int
-    of: int
-    chosen: _Chosen
-
-    def read(self) -> list[int]:
-        return self.chosen.of(self.number, self.of)
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor, non_blocking=True)
 
 
 def _lengths(forward_batch: Any, seq_lens: Sequence[int] | None) -> list[int]:

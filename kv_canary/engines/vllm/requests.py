@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kv_canary.constants import to_signed
 from kv_canary.identity import identity_word
-from kv_canary.runtime.composition import Composition, Int64s
+from kv_canary.runtime.composition import Composition, Int64s, Newest
 from kv_canary.runtime.rows import OwnerNumbers
 
 _ROW = attrgetter("row")
@@ -491,6 +491,19 @@ class Requests:
         """Return the own token before each end of the requests of rows, all of which are known; 0 before the first."""
         self._close()
         return self._log.find(rows, ends - 1)
+
+    def recent(self, rows: Int64s, most: int) -> Newest:
+        """Return the last tokens that are known of requests, `most` of each, or all if it has fewer.
+
+        Args:
+            rows: int64 [requests], theirs.
+            most: tokens of each, no more than a text may have.
+        """
+        self._close()
+        self._log.settle(rows)
+        ends = self._lengths[rows]
+        first = np.maximum(ends - most, 0)
+        return Newest(first, first, ends, self._texts[rows[:, None], first[:, None] + np.arange(most)].astype(np.int64))
 
     def discarded(self, member: Member, length: int) -> bool:
         """Return False: a worker is not told which of its results the scheduler has thrown away."""

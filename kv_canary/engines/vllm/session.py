@@ -43,6 +43,8 @@ from kv_canary.settings import is_asked_for
 
 # How many steps behind one that something was brought for the scheduler may say that it did not come.
 _DISCARDS_WITHIN = 3
+# Tokens by which a text grows in a step besides its drafts, and those on both sides that may be asked for with them.
+_AROUND = 3
 # What is told where nobody tells anything.
 _NOTHING_TOLD = Told()
 # By the worker; a process has one, but for tests.
@@ -210,7 +212,10 @@ class Session:
         self._unread: list[Once] = []
         self._reads = not support.is_output_rank(worker)
         # Whether the host knows how long requests are only once it has the results of the step before.
-        self._waits = self._is_async and settings.speculative_config is not None
+        drafts = settings.speculative_config
+        self._waits = self._is_async and drafts is not None
+        # Of a request's newest tokens, those that are asked for where it has grown by drafts.
+        self._most_new = min(_AROUND + (0 if drafts is None else drafts.num_speculative_tokens), longest)
         try:
             self._hook()
             if (side := offload.find(worker)) is not None:
@@ -859,6 +864,8 @@ class Session:
         if newest is None and len(prefix) < np.add.reduce(inputs.extend):
             # Beside a prompt's beginning, before which there is none, and nobody asks for it.
             newest = self.requests.before(rows, prefix)
+        drafts = bool(self._scheduled.scheduled_spec_decode_tokens)
+        may_have_grown = drafts or (self._last is not None and self._last.drafts)
         self._last = requests = BatchRequests(
             composed.composition,
             prefix=prefix,
@@ -866,7 +873,8 @@ class Session:
             pending=pending if pending is not None and pending.any() else None,
             newest=newest,
             table_rows=numbers(len(rows)) if composed.which is None else composed.which,
-            drafts=bool(self._scheduled.scheduled_spec_decode_tokens),
+            drafts=drafts,
+            recent=self.requests.recent(rows, self._most_new) if may_have_grown else None,
         )
         ends = requests.ends
         self._blocks.went(rows, ends)
