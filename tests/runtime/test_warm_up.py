@@ -35,7 +35,7 @@ MOST_KERNELS = {"window": 56, "ring": 64}
 KINDS = ["given", "plain", "window", "sealed", "writes", "both", "rows", "pending", "ring"]
 
 
-@pytest.mark.every_day("given", "sealed", "pending", "writes")
+@pytest.mark.every_day("given", "writes")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_soak_of_varied_sizes_compiles_nothing_after_the_warm_up(kind: str) -> None:
     result = run(kind)

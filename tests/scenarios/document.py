@@ -43,10 +43,6 @@ The first incident of each life of the campaigns on real engines, judged likewis
 
 <!-- kv-canary evidence causes tiers vllm_tiers sglang_detection sglang_bytes vllm_detection: begin -->
 <!-- kv-canary evidence: end -->
-
-Wrong at 30ce40a: where another prompt's block stands in a request's prefix, and one of its tokens happens to be the
-request's own, a wrong table entry or a slot reused is told in place of a wrong prefix hit. In a vocabulary of 1,000
-tokens that was one life in ten.
 """
 
 COLUMNS = (

@@ -22,6 +22,7 @@ Path(sys.argv[1], "row.json").write_text(json.dumps(row))
 """
 
 
+@pytest.mark.long
 def test_steps_of_drafts_are_timed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", AFTER_FEW_STEPS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
