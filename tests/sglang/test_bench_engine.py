@@ -20,7 +20,8 @@ CONFIG = modes.Shape.config
 SMALL = ["--device", "cpu", "--models", "tiny", "--decode", "4x32", "--prefill", "2x96", "--new", "40", "--rounds", "1"]
 
 
-@pytest.mark.parametrize("starts", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("starts", [1, 2])
 def test_modes_serve_the_same_and_rows_say_what_they_cost(starts: int, tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     arguments = [

@@ -16,6 +16,7 @@ from kv_canary.cli import main
 SMALL = ["--device", "cpu", "--models", "tiny", "--decode", "4x40", "--prefill", "2x96", "--new", "40", "--rounds", "1"]
 
 
+@pytest.mark.long
 def test_modes_serve_the_same_and_rows_say_what_they_cost(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     given = ["--modes", "none,ours", "--churn", "4x40x20x24", "--json", str(path), "--out", str(tmp_path / "out")]

@@ -70,6 +70,7 @@ LONG = (
     "beside a prefix cache",
     "a draft model",
     "V2, before the first forward",
+    "asynchronous, before the first forward",
     "while requests wait",
 )
 

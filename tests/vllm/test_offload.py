@@ -135,6 +135,7 @@ def test_what_goes_wrong_on_the_way_is_found_and_nothing_without() -> None:
     assert [set(row["where"]) for row in rows] == [set(), {"host"}, {"host"}, {"load"}, {"load"}]
 
 
+@pytest.mark.long
 def test_a_load_that_one_rank_makes_alone_is_found_on_the_others_and_by_nobody_else() -> None:
     [setting] = [s for s in campaign.SETTINGS if s.ranks > 1]
     names = [fault.name for fault in campaign.FAULTS if campaign.belongs(setting, fault)]
@@ -307,7 +308,7 @@ def unequal(tmp_path: Path) -> str:
     return save_model(tmp_path / "unequal", "gemma3", num_hidden_layers=len(layers), layer_types=layers)
 
 
-@pytest.mark.parametrize("is_queued", [True, False])
+@pytest.mark.parametrize("is_queued", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_chunk_of_a_group_that_goes_to_another_one_holds_nothing_of_the_first(
     unequal: str, monkeypatch: pytest.MonkeyPatch, is_queued: bool
 ) -> None:
