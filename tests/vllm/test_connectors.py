@@ -70,7 +70,6 @@ LONG = (
     "beside a prefix cache",
     "a draft model",
     "V2, before the first forward",
-    "asynchronous, before the first forward",
     "while requests wait",
 )
 

@@ -308,7 +308,7 @@ def unequal(tmp_path: Path) -> str:
     return save_model(tmp_path / "unequal", "gemma3", num_hidden_layers=len(layers), layer_types=layers)
 
 
-@pytest.mark.parametrize("is_queued", [pytest.param(True, marks=pytest.mark.long), False])
+@pytest.mark.parametrize("is_queued", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_chunk_of_a_group_that_goes_to_another_one_holds_nothing_of_the_first(
     unequal: str, monkeypatch: pytest.MonkeyPatch, is_queued: bool
 ) -> None:

@@ -125,10 +125,8 @@ LONG = (
     "V1, EAGLE",
     "V1, three groups over one memory",
     "V1, no prefix cache",
-    "V1, windows",
     "V2, a draft model",
     "V2, asynchronous",
-    "V2, three groups over one memory",
     "V2, what it is given",
     "V2, windows",
 )
