@@ -88,7 +88,7 @@ clean: ## remove environments, builds and caches; found counterexamples stay
 	rm -rf .venv .venv-tf517 .venv-sglang .venv-vllm .venv-docs build dist *.egg-info tests/{sglang,vllm}/environment/*.egg-info .benchmarks .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/.stamp: constraints.txt pyproject.toml
+.venv/.stamp: constraints.txt pyproject.toml setup.py kv_canary/engines/sglang/_items.c
 	$(call install,.venv,cat constraints.txt,-e '.[dev]')
 
 # All that .venv has, but for its transformers: pytest comes along so that its program is of this environment.
@@ -105,7 +105,7 @@ clean: ## remove environments, builds and caches; found counterexamples stay
 .venv-docs/.stamp: constraints.txt pyproject.toml
 	$(call install,.venv-docs,cat constraints.txt,-e '.[docs]')
 
-.venv-sglang/.stamp: constraints-sglang.txt pyproject.toml tests/sglang/environment/pyproject.toml
+.venv-sglang/.stamp: constraints-sglang.txt pyproject.toml setup.py kv_canary/engines/sglang/_items.c tests/sglang/environment/pyproject.toml
 	$(call install,.venv-sglang,cat constraints-sglang.txt,--no-deps -r .venv-sglang/constraints.txt -e . -e tests/sglang/environment)
 
 .venv-vllm/.stamp: constraints-vllm.txt pyproject.toml tests/vllm/environment/pyproject.toml

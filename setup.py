@@ -1,4 +1,8 @@
-"""The description of the package that a registry shows: the README, whose links would lead nowhere there."""
+"""What pyproject.toml cannot say: the description that a registry shows, and what is compiled.
+
+The description is the README, whose links would lead nowhere there. What is compiled serves every version of Python
+from 3.11 on, and is there in Python too: where it cannot be compiled, the package is built without.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 ROOT = Path(__file__).resolve().parent
 # A link or picture that is neither on another host nor on the same page.
@@ -35,4 +39,14 @@ if __name__ == "__main__":
     setup(
         long_description=description((ROOT / "README.md").read_text(encoding="utf-8"), urls.get("Source")),
         long_description_content_type="text/markdown",
+        ext_modules=[
+            Extension(
+                "kv_canary.engines.sglang._items",
+                ["kv_canary/engines/sglang/_items.c"],
+                define_macros=[("Py_LIMITED_API", "0x030B0000")],
+                py_limited_api=True,
+                optional=True,
+            )
+        ],
+        options={"bdist_wheel": {"py_limited_api": "cp311"}},
     )

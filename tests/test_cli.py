@@ -27,7 +27,7 @@ from kv_canary.cli import LogLines, main
 from kv_canary.commands import checkup, places
 from kv_canary.commands.checkup import Checkup, check_up
 from kv_canary.commands.probe import probe, probe_apart
-from kv_canary.engines.sglang import hooks
+from kv_canary.engines.sglang import hooks, items
 from kv_canary.extras import install_command
 from kv_canary.specs import all_specs
 from kv_canary.specs.document import ops_page
@@ -377,6 +377,9 @@ def test_doctor_knows_whether_sglang_will_load_the_plugin(monkeypatch: pytest.Mo
     [here] = [e for e in doctor().engines if e.name == "sglang"]
     assert here.supported
     assert "KV_CANARY_MODE" in here.detail
+    monkeypatch.setattr(items, "IS_COMPILED", not items.IS_COMPILED)
+    [other] = [e for e in doctor().engines if e.name == "sglang"]
+    assert sorted("built without a C compiler" in e.detail for e in (here, other)) == [False, True]
     monkeypatch.setenv("SGLANG_PLUGINS", "another, one")
     assert "leaves the plugin kv-canary out" in doctor(engines=("sglang",)).problems[0]
     monkeypatch.setenv("SGLANG_PLUGINS", "another, kv-canary")

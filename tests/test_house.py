@@ -6,10 +6,13 @@ import ast
 import email
 import graphlib
 import inspect
+import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from collections.abc import Callable, Collection, Iterator
@@ -97,11 +100,11 @@ def inside(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel built from a copy of the checkout."""
-    folder = tmp_path_factory.mktemp("wheel")
-    files = [path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.suffix != ".pyc" and path.is_file()]
+def build_wheel(folder: Path, **environment: str) -> Path:
+    """Build a wheel of a copy of the checkout."""
+    made = (".pyc", ".so")
+    found = (path for name in PACKAGES for path in (ROOT / name).rglob("*"))
+    files = [path for path in found if path.suffix not in made and path.is_file()]
     # A copy, so that the build leaves nothing in the checkout.
     top = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
     for path in [*files, *(ROOT / name for name in top)]:
@@ -110,11 +113,21 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         copy.write_bytes(path.read_bytes())
     command = [sys.executable, "-I", "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     done = subprocess.run(
-        [*command, "--wheel-dir", str(folder), str(folder / "checkout")], capture_output=True, text=True, check=False
+        [*command, "--wheel-dir", str(folder), str(folder / "checkout")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
     )
     assert done.returncode == 0, done.stderr
-    (made,) = folder.glob("*.whl")
-    return zipfile.ZipFile(made)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel built from a copy of the checkout."""
+    return zipfile.ZipFile(build_wheel(tmp_path_factory.mktemp("wheel")))
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +179,22 @@ def test_wheel_holds_every_module_but_mutants_and_campaigns(wheel_names: list[st
     held = {name for name in wheel_names if name.endswith(".py")}
     assert (expected - held, held - expected) == (set(), set())
     assert "kv_canary/py.typed" in wheel_names
+
+
+def test_what_is_compiled_serves_every_version_of_python(wheel: zipfile.ZipFile, wheel_names: list[str]) -> None:
+    compiler = sysconfig.get_config_var("CC").split()[0]
+    assert "-cp311-abi3-" in str(wheel.filename)
+    held = [name for name in wheel_names if name.endswith(".so")]
+    assert held == ["kv_canary/engines/sglang/_items.abi3.so"] or shutil.which(compiler) is None
+    # The digests of results are of the source.
+    assert "kv_canary/engines/sglang/_items.c" in wheel_names
+
+
+@pytest.mark.long
+def test_wheel_is_built_without_a_compiler(tmp_path: Path) -> None:
+    names = zipfile.ZipFile(build_wheel(tmp_path, CC="false")).namelist()
+    assert [name for name in names if name.endswith(".so")] == []
+    assert "kv_canary/engines/sglang/items.py" in names
 
 
 def test_spec_is_named_like_its_file() -> None:

@@ -18,7 +18,7 @@ from kv_canary.commands.places import problems_of
 from kv_canary.commands.probe import probe, probe_apart
 from kv_canary.commands.trial import measure_cost
 from kv_canary.config import CanaryConfig, other_parts
-from kv_canary.engines.sglang import hooks
+from kv_canary.engines.sglang import hooks, items
 from kv_canary.engines.transformers_layouts import layout_class
 from kv_canary.engines.vllm import hooks as vllm_hooks
 from kv_canary.extras import install_command
@@ -208,7 +208,8 @@ def _sglang(version: str) -> str:
         raise ValueError(f"SGLANG_PLUGINS={allowed} leaves the plugin kv-canary out")
     if version != hooks.TESTED:
         hooks.check()
-    return "turned on by KV_CANARY_MODE=log or raise, in the environment of the server"
+    how = "turned on by KV_CANARY_MODE=log or raise, in the environment of the server"
+    return how if items.IS_COMPILED else f"{how}; built without a C compiler: a step takes the host longer"
 
 
 def _vllm(version: str) -> str:

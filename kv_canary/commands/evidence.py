@@ -247,7 +247,9 @@ def read(source: str) -> dict[str, bytes]:
     for path in top.rglob("*"):
         name = path.relative_to(top)
         apart = source == "kv_canary" and name.parts[0] in (*_INSIDE, *_APART)
-        if path.is_file() and "__pycache__" not in name.parts and not apart:
+        # What is compiled is of its source.
+        made = "__pycache__" in name.parts or path.suffix == ".so"
+        if path.is_file() and not (made or apart):
             found[f"{source}/{name.as_posix()}"] = path.read_bytes()
     return found
 

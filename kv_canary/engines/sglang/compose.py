@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
-from operator import attrgetter, getitem, is_not
+from operator import attrgetter, is_not
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from kv_canary.constants import to_signed
 from kv_canary.engines.sglang import batches
 from kv_canary.engines.sglang.identities import Identities
+from kv_canary.engines.sglang.items import items_at
 from kv_canary.runtime.composition import BatchRequests, Composition, Int64s, one_each
 
 # Lists of requests whose prompts' lengths are remembered: those that prefill and those that decode, now and before.
@@ -22,8 +23,6 @@ _MOST_TAKEN = 256
 _PROMPT, _OUTPUT = attrgetter("origin_input_ids"), attrgetter("output_ids")
 # Requests, the lengths of their prompts, and the lists of what they generate.
 _Known = tuple[Sequence[Any], Int64s, list[Any]]
-# What runs for each request of a list does so without Python.
-_NEXT = (1).__add__
 
 
 class Requests:
@@ -77,17 +76,15 @@ class Requests:
         _, prompts, texts = self._of(members)
         at = ends - 1 - prompts
         in_prompts = (at < 0).nonzero()[0].tolist() if np.minimum.reduce(at) < 0 else ()
-        places = at.tolist()
         for _ in range(2):
             asked = list(texts) if in_prompts else texts
             for i in in_prompts:
                 # From behind.
                 asked[i] = _PROMPT(members[i])
-            try:
-                return np.fromiter(map(getitem, asked, places), np.int64, len(members))
-            except IndexError:
-                # Not there yet; or a list was put in the place of another, which grows no more.
-                texts[:] = map(_OUTPUT, members)
+            if (found := items_at(asked, at)) is not None:
+                return found
+            # Not there yet; or a list was put in the place of another, which grows no more.
+            texts[:] = map(_OUTPUT, members)
         return None
 
     def discarded(self, member: Any, length: int) -> bool:
@@ -269,7 +266,7 @@ class _List:
         # Its requests in the last decode step; what each has generated, and the place of its newest token there.
         self._last: BatchRequests | None = None
         self._texts: list[Any] = []
-        self._at: list[int] = []
+        self._at = one_each(0)
         self._prompts = one_each(0)
 
     def has_rows(self, mirror: Any) -> bool:
@@ -308,15 +305,13 @@ class _List:
         if forward_batch.seq_lens_sum != last.num_cached + 2 * count:
             return None
         if self._texts:
-            self._at = list(map(_NEXT, self._at))
+            self._at += 1
         else:
-            self._at = (last.prefix - self._prompts).tolist()
-            if min(self._at) < 0:
+            self._at = last.prefix - self._prompts
+            if np.minimum.reduce(self._at) < 0:
                 return None
             self._texts = list(map(_OUTPUT, composition.members))
-        try:
-            newest = np.fromiter(map(getitem, self._texts, self._at), np.int64, count)
-        except IndexError:
+        if (newest := items_at(self._texts, self._at)) is None:
             # Not there yet, or elsewhere.
             return None
         self._last = requests = last.following(newest)
