@@ -22,6 +22,7 @@ _HOST = (
     "kv_canary.engines.sglang.session:Session._before",
     "kv_canary.engines.sglang.session:Session._after",
     "kv_canary.engines.sglang.completion:Ended._note",
+    "kv_canary.engines.sglang.lifetime:Lifetime._note_slots",
     "kv_canary.engines.transformers_session:Session._before",
     "kv_canary.engines.transformers_session:Session._after",
     "sglang.srt.kv_canary.runner.canary_manager:CanaryManager._pre_ops_outside_graph",

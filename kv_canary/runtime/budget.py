@@ -141,7 +141,7 @@ class Budget:
         """Return the shortest stride, of those that are powers of two, with which the canary keeps to its target."""
         fixed = statistics.median(self._fixed) if self._fixed else cost.fixed
         room = self.target * statistics.median(self._times) - fixed
-        stride = 1
-        while 2 * stride <= self.longest and statistics.mean(self._entries) * cost.entry / stride > room:
+        stride, entries = 1, statistics.fmean(self._entries)
+        while 2 * stride <= self.longest and entries * cost.entry / stride > room:
             stride *= 2
         return stride

@@ -67,15 +67,27 @@ class DeviceTimer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._spans: list[tuple[torch.Event, torch.Event]] = []
+        # Events that time nothing now: to make one takes far longer than to record it.
+        self._spare: list[tuple[torch.Event, torch.Event]] = []
 
     @contextmanager
     def span(self) -> Iterator[None]:
         """Time what the block launches."""
-        first, last = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        events = self._spare.pop() if self._spare else self._new_events()
+        first, last = events
         first.record()
         yield
         last.record()
-        self._spans.append((first, last))
+        self._spans.append(events)
+
+    def _new_events(self) -> tuple[torch.Event, torch.Event]:
+        first, last = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        return first, last
+
+    def restart(self) -> None:
+        """Time another step; what was timed before is dropped."""
+        self._spare += self._spans
+        self._spans = []
 
     @property
     def has_spans(self) -> bool:

@@ -135,6 +135,7 @@ class CanaryManager:
             ranks=self.ranks,
         )
         self._retirement = Retirement(context)
+        self._retires = self.guard.contain("taking in what was freed", allocates=False)
         self._forwards: dict[str, SingleForwardManager] = {}
         if self.device.type == "cuda":
             # Forwards may run on another stream than the one that all of this was made on.
@@ -315,14 +316,21 @@ class CanaryManager:
             took = time.monotonic() - began
             logger.info("kv-canary: kernels for %d sizes of forwards are compiled, in %.1f s", sizes, took)
 
-    def retire(self, pool: KvPool, slots: torch.Tensor, *, owner: int = 0, handed_out: bool = False) -> None:
+    def retire(
+        self,
+        pool: KvPool,
+        slots: torch.Tensor | Sequence[torch.Tensor],
+        *,
+        owner: int = 0,
+        handed_out: bool = False,
+    ) -> None:
         """Mark int64 `slots` of `pool` as freed: their content can be reached no more.
 
         To be called on the stream of the forwards, behind every forward that was prepared before the slots were freed.
 
         Args:
             pool: whose slots they are.
-            slots: that were freed.
+            slots: that were freed; those of several tensors by one launch.
             owner: who has freed them; 0: nobody in particular.
             handed_out: whether nobody has: `owner` was handed them while another request had them.
 
@@ -331,16 +339,20 @@ class CanaryManager:
         """
         if self.is_off or not self.config.track_lifetime:
             return
-        with self.guard.contain("taking in what was freed") as part:
+        parts = (slots,) if isinstance(slots, torch.Tensor) else slots
+        with self._retires as part:
             self._expect_pool("retire", pool)
-            if not len(slots):
+            if not any(map(len, parts)):
                 return
             self.context.frees.note(self.step, owner, handed_out=handed_out)
-            slots = on_device(slots, self.device)
-            self._retirement.retire(pool, slots, owner=owner)
-            self.unverified.freed(pool, slots)
+            parts = [on_device(its, self.device) for its in parts]
+            self._retirement.retire(pool, parts, owner=owner)
+            if self.unverified.has_gaps(pool):
+                for its in parts:
+                    self.unverified.freed(pool, its)
         if part.failed and pool in self.pools:
-            self.unverify(pool, slots)
+            for its in parts:
+                self.unverify(pool, its)
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """Keep tensors that were made on another stream than the forwards' until what comes next there has read them.

@@ -132,7 +132,9 @@ class Replays:
         enough = runs >= (RUNS_BEFORE_EXCHANGE if is_full else RUNS_BEFORE_CAPTURE)
         if enough and self._capture is not None and self._attempts.may_try(self._plain):
             try:
-                graph = self._capture(launch)
+                # What is made on the way, and kept, can then be changed in whatever mode the engine is.
+                with torch.inference_mode(False):
+                    graph = self._capture(launch)
             except Exception as error:
                 self._attempts.failed(self._plain)
                 if self._failed is not None:

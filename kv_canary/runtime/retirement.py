@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kv_canary import ops
@@ -32,20 +34,26 @@ class Retirement:
         self._owner, self._owner_there = torch.zeros(1, dtype=torch.int64, device=context.device), 0
         self._rooms = {room: self._slots[:room] for room in rounded(MOST_REPLAYED)}
 
-    def retire(self, pool: KvPool, slots: torch.Tensor, *, owner: int) -> None:
-        """Mark the records of int64 `slots` of `pool`, which lie on the canary's device, as freed by `owner`."""
-        count = len(slots)
+    def retire(self, pool: KvPool, slots: Sequence[torch.Tensor], *, owner: int) -> None:
+        """Mark the records of int64 `slots` of `pool`, which lie on the canary's device, as freed by `owner`.
+
+        Args:
+            pool: whose slots they are.
+            slots: one tensor or more, which one launch takes together.
+            owner: who has freed them; 0: nobody in particular.
+        """
+        count = sum(map(len, slots))
         # The bits that a record holds: a larger number may be none of 64 bits.
         owner &= OWNER_MASK
         if owner != self._owner_there:
             self._owner.fill_(owner)
             self._owner_there = owner
         if count > MOST_REPLAYED or not self._replays.rounds_up:
-            self._launch(pool, aligned(slots))
+            self._launch(pool, aligned(slots[0] if len(slots) == 1 else torch.cat(list(slots))))
             return
         room = round_up(count, MOST_REPLAYED)
         padded = self._rooms[room]
-        torch.cat((slots, self._padding[: room - count]), out=padded)
+        torch.cat((*slots, self._padding[: room - count]), out=padded)
         # The step is brought there before, outside of any graph.
         step = self._context.state.step
         self._replays.run((pool, room, step.data_ptr()), lambda: self._launch(pool, padded))

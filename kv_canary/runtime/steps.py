@@ -91,6 +91,7 @@ class Steps:
         # the host's time, as it was when the last step ended.
         self.timer: DeviceTimer | None = None
         self._timings: deque[tuple[DeviceTimer, float]] = deque()
+        self._spare_timers: list[DeviceTimer] = []
         self._spent, self._waited = 0.0, False
         # When the last step ended; and steps in a row that were long, and found the device busy with the one before.
         self._ended, self._unhurried = 0.0, 0
@@ -408,10 +409,12 @@ class Steps:
     def _time(self) -> None:
         """Take in the timings that are over, and let the launches of the step that begins be timed."""
         while self._timings and (seconds := self._timings[0][0].seconds()) is not None:
-            _, entries = self._timings.popleft()
+            timer, entries = self._timings.popleft()
             self._costs.add_timing(seconds)
             self.budget.add_timing(seconds, entries=entries)
-        self.timer = DeviceTimer(self.context.device)
+            timer.restart()
+            self._spare_timers.append(timer)
+        self.timer = self._spare_timers.pop() if self._spare_timers else DeviceTimer(self.context.device)
 
     def _end_step(self, sheet: Sheet | None = None) -> None:
         step, self._open = self._open, None

@@ -139,6 +139,28 @@ def test_a_step_in_which_nothing_was_timed_keeps_no_other_timing_waiting(monkeyp
     assert cost.device_us == pytest.approx(200)
 
 
+def test_events_that_have_timed_a_step_time_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[_Event] = []
+
+    class Counted(_Event):
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr("kv_canary.runtime.cost.torch.Event", Counted)
+    engine = Engine([kc.BufferGroup(name="full", pool=make_pool(400))], kc.CanaryConfig(backend="reference"))
+    monkeypatch.setattr(engine.manager._steps, "_times", True)
+    tokens = [engine.add(f"r{i}", 120) for i in range(3)]
+    _decode(engine, tokens, TIMED_EVERY + 1)
+    first = len(made)
+    assert first > 0
+    _decode(engine, tokens, 4 * TIMED_EVERY)
+    assert len(made) == first
+    cost = engine.manager.summary().cost
+    assert cost is not None
+    assert cost.device_us == pytest.approx(200)
+
+
 def _decode(engine: Engine, requests: list[Request], steps: int) -> None:
     """Let each of the requests decode its share of so many steps."""
     for step in range(steps):

@@ -40,7 +40,8 @@ def test_sizes_that_grow_and_shrink_leave_nothing_behind(most: int, monkeypatch:
         freed = torch.tensor(draw.sample(slots, draw.choice([1, 3, 16, 17, 40, 65, 200])))
         owner = draw.choice([0, 0, 0, 9, (1 << 64) + 9])
         for pool, each in zip(pools, (plain, replayed), strict=True):
-            each.retire(pool, freed, owner=owner)
+            parts = freed.split(draw.choice([1, 40, 300]))
+            each.retire(pool, parts, owner=owner)
         assert torch.equal(pools[0].records, pools[1].records)
         retired = pools[1].records[:, -1][pools[1].records[:, -1] < 0]
         assert len(retired) == len(freed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -242,7 +242,7 @@ def test_the_window_is_translated_before_the_engine_forgets_where_it_was():
     [(pool, freed, owner)] = engine.lifetime.take()
     assert owner == 0
     assert pool is window.pool
-    assert set(freed.tolist()) == mine
+    assert numbers_of(freed) == mine
     assert engine.live(full) == set(slots.tolist())
 
 
@@ -268,7 +268,7 @@ def test_what_is_freed_is_told_with_who_had_it_where_few_have():
     for owner, slots in given.items():
         engine.lifetime.freer = owner
         engine.allocator.free(slots)
-    taken = {owner: set(slots.tolist()) for pool, slots, owner in engine.lifetime.take() if pool is group.pool}
+    taken = {owner: numbers_of(slots) for pool, slots, owner in engine.lifetime.take() if pool is group.pool}
     assert taken == {owner: set(slots.tolist()) for owner, slots in given.items()}
     # Each is launches of its own: of many, nobody is named.
     many = {owner: engine.alloc(1) for owner in range(1, 8)}
@@ -277,7 +277,7 @@ def test_what_is_freed_is_told_with_who_had_it_where_few_have():
         engine.allocator.free(slots)
     [(_, slots, owner)] = engine.lifetime.take()
     assert owner == 0
-    assert set(slots.tolist()) == {slot for its in many.values() for slot in its.tolist()}
+    assert numbers_of(slots) == {slot for its in many.values() for slot in its.tolist()}
 
 
 def test_where_pages_are_freed_nothing_is_computed():
@@ -304,6 +304,25 @@ def test_where_pages_are_freed_nothing_is_computed():
     assert counted[0] == counted[1] != []
     engine.retire()
     engine.agree()
+
+
+@pytest.mark.parametrize("kind", ["token", "swa"])
+def test_a_slot_is_freed_for_good_whatever_becomes_of_the_row_that_named_it(kind: str) -> None:
+    engine = Engine(kind, 1)
+    slots, kept = engine.alloc(4), engine.alloc(2)
+    row = torch.cat([slots, slots])
+    engine.allocator.free(row[:4])
+    row[:] = torch.cat([kept, kept, kept, kept])
+    engine.retire()
+    assert engine.live(engine.groups[0]) == set(kept.tolist())
+
+
+def test_what_the_prefix_cache_held_is_not_copied_on_its_way_out() -> None:
+    engine = Engine("token", 1)
+    held = engine.alloc(4).clone()
+    engine.allocator.free(held)
+    [(_, parts, _)] = engine.lifetime.take()
+    assert [part.data_ptr() for part in parts] == [held.data_ptr()]
 
 
 def test_what_was_freed_of_a_page_is_retired_where_a_part_of_it_comes_back():
@@ -334,7 +353,7 @@ def test_of_a_group_they_are_told_apart_where_its_order_is_kept(kind, page):
         taken = [
             (owner, slot)
             for pool, slots, owner in engine.lifetime.take()
-            for slot in slots.tolist()
+            for slot in numbers_of(slots)
             if pool is engine.groups[0].pool
         ]
         assert {slot for _, slot in taken} == {slot for _, slots in given for slot in slots.tolist()}
@@ -357,7 +376,7 @@ def test_what_is_freed_beside_a_group_is_not_laid_to_those_in_it():
     engine.lifetime.freer = 0
     engine.allocator.free_swa(left)
     engine.allocator.free_group_end()
-    told = {(pool, owner): set(slots.tolist()) for pool, slots, owner in engine.lifetime.take()}
+    told = {(pool, owner): numbers_of(slots) for pool, slots, owner in engine.lifetime.take()}
     assert not any(slots & behind for (pool, owner), slots in told.items() if pool is window.pool and owner)
     assert set(held.tolist()) == told[full.pool, 4]
 
@@ -392,6 +411,10 @@ def test_a_window_that_is_a_ring_of_the_row_is_not_tracked():
     life = lifetime.Lifetime(engine.allocator, engine.groups, patches=Patches(), cleared=lambda: None)
     assert not life.tracks
     assert Engine("swa", 1).lifetime.tracks
+
+
+def numbers_of(parts: Sequence[torch.Tensor]) -> set[int]:
+    return {number for part in parts for number in part.tolist()}
 
 
 def mark(engine: Engine, slots: torch.Tensor) -> None:

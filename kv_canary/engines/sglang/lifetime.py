@@ -112,8 +112,8 @@ class Lifetime:
         """Whether slots were freed since the last `take`."""
         return bool(self._freed)
 
-    def take(self) -> list[tuple[KvPool, torch.Tensor, int]]:
-        """Return the slots that were freed since the last call, int64 [n], with their pools and who freed them.
+    def take(self) -> list[tuple[KvPool, Sequence[torch.Tensor], int]]:
+        """Return the slots that were freed since the last call, int64 tensors, with their pools and who freed them.
 
         They lie on the allocator's device. Where many requests have freed some, nobody is named.
 
@@ -122,11 +122,10 @@ class Lifetime:
         device. A slot that was freed twice is there twice.
         """
         freed, self._freed = self._freed, {}
-        result = []
+        result: list[tuple[KvPool, Sequence[torch.Tensor], int]] = []
         for half, told in freed.items():
-            for its in _by_owner(told):
-                slots = its.slots
-                result += [(pool, slots, its.owner) for pool in self._pools[half]]
+            for owner, slots in _by_owner(told).items():
+                result += [(pool, slots, owner) for pool in self._pools[half]]
             self._keeps([its.numbers for its in told])
         return result
 
@@ -141,9 +140,8 @@ class Lifetime:
             held_back = getattr(half, "free_group", None) is not None
             result = original(free_index)
             with self._following("what is freed"):
-                if not held_back and free_index.numel():
-                    # A copy: the engine may have given us a part of a request's row.
-                    self._note(half, free_index.to(torch.int64, copy=True), in_order=True)
+                if not held_back:
+                    self._note_slots(half, free_index)
             return result
 
         def release(original: Callable[..., Any], *page_ids: torch.Tensor) -> Any:
@@ -184,6 +182,15 @@ class Lifetime:
             patches.wrap(holder, "_copy_for_free_group", hold)
             patches.wrap(holder, "free_group_begin", begin)
             patches.wrap(holder, "free_group_end", end)
+
+    def _note_slots(self, half: Any, slots: torch.Tensor) -> None:
+        """Take in that slots were freed, in a tensor of any integers, by whom `_note` says."""
+        if not slots.numel():
+            return
+        # As they are where all of the memory is theirs, like what the prefix cache held: to copy each on its way out
+        # would be most of what an eviction costs. Else it may be a part of a request's row, which is another's soon.
+        is_whole = slots.dtype == torch.int64 and slots.untyped_storage().nbytes() == slots.nbytes
+        self._note(half, slots if is_whole else slots.to(torch.int64, copy=True), in_order=True)
 
     def _note(self, half: Any, numbers: torch.Tensor, *, page_size: int = 1, in_order: bool = False) -> None:
         """Take in that slots were freed: by whom the engine names, or by those whose frees were held back until now.
@@ -269,16 +276,22 @@ class Lifetime:
                 ]
 
 
-def _by_owner(told: Sequence[_Freed]) -> Sequence[_Freed]:
-    """Return all that each owner has freed as one; where many have, nobody is named."""
+def _by_owner(told: Sequence[_Freed]) -> dict[int, list[torch.Tensor]]:
+    """Return the int64 slots that each owner has freed; where many have, nobody is named."""
     named = len({its.owner for its in told}) <= MOST_FREERS
-    parts: dict[tuple[int, int], list[torch.Tensor]] = {}
+    slots: dict[int, list[torch.Tensor]] = {}
+    pages: dict[tuple[int, int], list[torch.Tensor]] = {}
     for owner, numbers, page_size in told:
-        parts.setdefault((owner if named else 0, page_size), []).append(numbers)
-    return [
-        _Freed(owner, torch.cat(its) if len(its) > 1 else its[0], page_size)
-        for (owner, page_size), its in parts.items()
-    ]
+        owner = owner if named else 0
+        if page_size == 1 and numbers.dtype == torch.int64:
+            slots.setdefault(owner, []).append(numbers)
+        else:
+            pages.setdefault((owner, page_size), []).append(numbers)
+    for (owner, page_size), its in pages.items():
+        # By few launches, however many there are.
+        together = _Freed(owner, torch.cat(its) if len(its) > 1 else its[0], page_size)
+        slots.setdefault(owner, []).append(together.slots)
+    return slots
 
 
 def _halves(allocator: Any) -> tuple[Any, Any] | None:
