@@ -78,8 +78,8 @@ class Accounts:
         self.reports: deque[ViolationReport] = deque(maxlen=1024)
         self.rank_reports: deque[RankReport] = deque(maxlen=1024)
         self.observers: tuple[Observer, ...] = ()
-        # Whether any of them wants to know of quiet steps; and whether any looks at forwards.
-        self._wants_quiet_steps = self.shows_forwards = False
+        # Whether any of them wants to know of each quiet step; and whether any looks at forwards.
+        self.wants_quiet_steps = self.shows_forwards = False
         # They want to know of every step, and of most no more than its number.
         self._checks: list[HealthCheck] = []
         self.join(*observers)
@@ -133,7 +133,7 @@ class Accounts:
     def join(self, *observers: Observer) -> None:
         """Tell these observers too, from now on."""
         self.observers += observers
-        self._wants_quiet_steps |= any(o.wants_quiet_steps for o in observers)
+        self.wants_quiet_steps |= any(o.wants_quiet_steps for o in observers)
         self.shows_forwards |= any(type(o).on_forward is not Observer.on_forward for o in observers)
         self._checks += [o for o in observers if isinstance(o, HealthCheck)]
 
@@ -329,22 +329,27 @@ class Accounts:
         return Watching.PARTIAL if recent or self._apart else Watching.COMPLETE
 
     def _take_step(self, words: StepWords) -> StepFacts | None:
-        """Count a step; return what observers are told of it, or None where nobody wants to know."""
+        """Count a step, or several; return what observers are told of it, or None where nobody wants to know."""
         counters = self._counters = words.counters
         for _, bits in words.statuses:
             self._statuses[Status(bits)] += 1
             self._last_trouble = words.step
         record = self._steps.find(words.step)
         relied_on = 0 if record is None else record.relied_on
+        if words.first < words.step:
+            relied_on = self._steps.relied_on(words.first, words.step)
         before, self._before = self._before, None if words.launches is None else counters
         missing: dict[str, int] = {}
-        if before is not None and words.launches is not None:
+        if words.first < words.step:
+            # They are told as one only where none is.
+            self._missing = missing
+        elif before is not None and words.launches is not None:
             missing = self._missing = _missing(counters, before, words.launches)
         total = counters[_HEAD_FULL] + counters[_HEAD_SWA]
         verified, self._verified = total - self._verified, total
         self._relied_on += relied_on
         is_quiet = not (words.statuses or missing)
-        if is_quiet and not self._wants_quiet_steps:
+        if is_quiet and not self.wants_quiet_steps:
             for check in self._checks:
                 check.drained(words.step)
             return None

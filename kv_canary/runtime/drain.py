@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,15 +15,16 @@ from kv_canary.specs.violation_row import ViolationRow
 
 @dataclass(kw_only=True, slots=True)
 class StepWords:
-    """What one step left on the device.
+    """What one step left on the device, or several that follow each other, all with nothing to tell.
 
     Args:
-        step: its number.
+        first, step: the numbers of the first and of the last of them.
         counters: launches, then entries, of each tag, since the beginning.
         statuses: of each group, the status words of its plans or-ed together, where that is not 0.
-        launches: how many launches the step was to make, by tag; None where that is not known.
+        launches: how many launches each step was to make, by tag; None where that is not known. Several have made them.
     """
 
+    first: int
     step: int
     counters: list[int]
     statuses: list[tuple[str, int]]
@@ -102,31 +103,64 @@ class Drain:
             sheet.arrived.record()
         self.pending.append(_Pending(step=step, sheet=sheet, statuses=statuses, launches=launches))
 
-    def poll(self, *, wait: bool = False) -> Findings:
-        """Return what the steps found whose copies have arrived; with `wait`, of all steps."""
+    def poll(self, *, wait: bool = False, merges: bool = False) -> Findings:
+        """Return what the steps found whose copies have arrived; with `wait`, of all steps.
+
+        Args:
+            wait: see there.
+            merges: whether steps with nothing to tell may be told as one.
+        """
+        arrived = self._take_arrived(wait=wait)
+        if merges and not wait and len(arrived) > 1 and (merged := self._merged(arrived)) is not None:
+            return Findings(steps=[merged])
         found = False
         steps: list[StepWords] = []
-        while self.pending:
-            first = self.pending[0]
-            if first.sheet.arrived is not None:
-                if wait:
-                    first.sheet.arrived.synchronize()
-                elif not first.sheet.arrived.query():
-                    break
-            self.pending.popleft()
-            if not first.sheet.is_kept:
-                self._spare.append(first.sheet)
-            self.drained = first.step
-            words = first.sheet.values[: VIOLATION_COUNT + 1].tolist()
+        for its in arrived:
+            self.drained = its.step
+            words = its.sheet.values[: VIOLATION_COUNT + 1].tolist()
             found |= words.pop() > 0
             self.counters = words
-            statuses = [] if first.sheet.is_quiet else self._statuses(first)
-            steps.append(StepWords(step=first.step, counters=words, statuses=statuses, launches=first.launches))
+            statuses = [] if its.sheet.is_quiet else self._statuses(its)
+            steps.append(
+                StepWords(first=its.step, step=its.step, counters=words, statuses=statuses, launches=its.launches)
+            )
         if wait:
             # Also what a forward found that was given up before it could push.
             self.counters = self._state.counters.view(-1).tolist()
             found |= int(self._state.violations.count) > 0
         return self._fetch(steps) if found else Findings(steps=steps)
+
+    def _take_arrived(self, *, wait: bool) -> list[_Pending]:
+        """Return the steps whose copies have arrived, which are pending no more; with `wait`, all."""
+        pending, count = self.pending, len(self.pending)
+        while count:
+            # From the newest on: on one stream, what was copied before it has arrived, too.
+            event = pending[count - 1].sheet.arrived
+            if event is None or event.query():
+                break
+            if wait:
+                event.synchronize()
+                break
+            count -= 1
+        arrived = [pending.popleft() for _ in range(count)]
+        self._spare += [its.sheet for its in arrived if not its.sheet.is_kept]
+        return arrived
+
+    def _merged(self, arrived: Sequence[_Pending]) -> StepWords | None:
+        """Return steps as one that have found nothing and made just the launches that they were to make, else None."""
+        newest = arrived[-1]
+        launches, words = newest.launches, newest.sheet.values[: VIOLATION_COUNT + 1].tolist()
+        # Since the ring was emptied last: what a step had found, those behind it still count.
+        if words.pop() or launches is None:
+            return None
+        for its in arrived:
+            if its.launches is not launches or not its.sheet.is_quiet:
+                return None
+        for tag, count in launches.items():
+            if words[2 * tag] - self.counters[2 * tag] != count * len(arrived):
+                return None
+        self.drained, self.counters = newest.step, words
+        return StepWords(first=arrived[0].step, step=newest.step, counters=words, statuses=[], launches=launches)
 
     def _statuses(self, pending: _Pending) -> list[tuple[str, int]]:
         """Return the groups whose status words are not 0, with their bits."""

@@ -94,6 +94,16 @@ class StepHistory:
                 return step
         return None
 
+    def relied_on(self, first: int, last: int) -> int:
+        """Return how many cached positions the forwards of steps [first, last] were about to read, if remembered."""
+        total = 0
+        for step in reversed(self._steps):
+            if step.number < first:
+                break
+            if step.number <= last:
+                total += step.relied_on
+        return total
+
     def request(self, number: int, row: int) -> ForwardRequest | None:
         """Return the request that ran in `row` at step `number`, or None if that is forgotten."""
         step = self.find(number)

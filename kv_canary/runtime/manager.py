@@ -319,7 +319,7 @@ class CanaryManager:
     def retire(
         self,
         pool: KvPool,
-        slots: torch.Tensor | Sequence[torch.Tensor],
+        slots: torch.Tensor | list[torch.Tensor],
         *,
         owner: int = 0,
         handed_out: bool = False,
@@ -339,7 +339,7 @@ class CanaryManager:
         """
         if self.is_off or not self.config.track_lifetime:
             return
-        parts = (slots,) if isinstance(slots, torch.Tensor) else slots
+        parts = slots if isinstance(slots, list) else [slots]
         with self._retires as part:
             self._expect_pool("retire", pool)
             if not any(map(len, parts)):

@@ -390,7 +390,7 @@ class Steps:
             CanaryViolationError: in raise mode, if there is anything to report.
         """
         drain = self._drain
-        findings = drain.poll(wait=wait)
+        findings = drain.poll(wait=wait, merges=not self._accounts.wants_quiet_steps)
         self.drained, self._waited = drain.drained, drain.is_empty
         while self._kept and self._kept[0][0] <= self.drained:
             self._kept.popleft()

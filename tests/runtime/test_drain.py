@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import kv_canary as kc
+from kv_canary.constants import Tag
 from kv_canary.observers import Observer, StepFacts
+from kv_canary.runtime.device_state import FIRST_STATUS, VIOLATION_COUNT
 from kv_canary.runtime.drain import Drain, Findings
 from kv_canary.runtime.forward import SingleForwardManager
 
@@ -426,5 +428,68 @@ def test_only_words_that_have_arrived_are_read_and_nobody_waits_for_the_others()
     assert [words.step for words in drain.poll().steps] == [1]
     assert not drain.is_empty
     assert [arrival.waits for arrival in arrivals] == [0, 0, 0]
+    # Behind the last copy on a stream, all before it are there.
     assert [words.step for words in drain.poll(wait=True).steps] == [2, 3]
-    assert [arrival.waits for arrival in arrivals] == [0, 1, 1]
+    assert [arrival.waits for arrival in arrivals] == [0, 0, 1]
+
+
+LAUNCHES = {int(Tag.HEAD_FULL): 1, int(Tag.TAIL_FULL): 2}
+
+
+def pushed(drain: Drain, steps: int, *, missing: int = 0, bits: int = 0, violations: int = 0) -> None:
+    """Push steps, the second of which makes fewer launches, has a status, or finds something, as is asked for."""
+    words = drain._state.words
+    for step in range(1, steps + 1):
+        for tag, count in LAUNCHES.items():
+            words[2 * tag] += count - (missing if step == 2 else 0)
+            words[2 * tag + 1] += 10 * step
+        if step == 2:
+            words[VIOLATION_COUNT] += violations
+        words[FIRST_STATUS:].view(torch.int32)[0] = bits if step == 2 else 0
+        drain.push(step, {0: "full"}, launches=LAUNCHES)
+
+
+def test_steps_with_nothing_to_tell_are_told_as_one() -> None:
+    drain = Drain(full_engine().manager.state)
+    pushed(drain, 3)
+    [words] = drain.poll(merges=True).steps
+    assert (words.first, words.step, words.statuses) == (1, 3, [])
+    assert words.counters[2 * Tag.HEAD_FULL : 2 * Tag.HEAD_FULL + 2] == [3, 60]
+    assert drain.drained == 3
+    pushed(drain, 2)
+    assert [(words.first, words.step) for words in drain.poll().steps] == [(1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("what", [{"missing": 1}, {"missing": -1}, {"bits": 4}])
+def test_where_one_step_has_something_to_tell_each_is_told(what: dict[str, int]) -> None:
+    drain = Drain(full_engine().manager.state)
+    pushed(drain, 3, **what)
+    found = drain.poll(merges=True).steps
+    assert [(words.first, words.step) for words in found] == [(1, 1), (2, 2), (3, 3)]
+    assert [words.statuses for words in found] == [[], [("full", 4)] if "bits" in what else [], []]
+
+
+def test_what_a_step_has_found_is_told_with_the_words_of_each() -> None:
+    engine = full_engine()
+    pushed(engine.manager._steps._drain, 3, violations=2)
+    findings = engine.manager._steps._drain.poll(merges=True)
+    assert (findings.total, [words.step for words in findings.steps]) == (2, [1, 2, 3])
+
+
+def test_steps_of_which_nobody_is_told_are_counted_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+    for merges in (False, True):
+        engine = full_engine()
+        steps = engine.manager._steps
+        poll, look = steps._drain.poll, steps.look
+        monkeypatch.setattr(steps, "look", lambda wait=False: None)
+        monkeypatch.setattr(steps._drain, "poll", lambda poll=poll, merges=merges, **_: poll(merges=merges))
+        a = engine.add("a", 40)
+        for _ in range(6):
+            engine.step((a, 3))
+        look()
+        summary = engine.manager.summary()
+        counted.append((summary.positions_relied_on, summary.positions_verified, summary.launches, summary.watching))
+        assert steps.drained == 6
+    assert counted[0] == counted[1]
+    assert counted[0][:2] == (45, 45)

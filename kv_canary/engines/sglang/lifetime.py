@@ -112,7 +112,7 @@ class Lifetime:
         """Whether slots were freed since the last `take`."""
         return bool(self._freed)
 
-    def take(self) -> list[tuple[KvPool, Sequence[torch.Tensor], int]]:
+    def take(self) -> list[tuple[KvPool, list[torch.Tensor], int]]:
         """Return the slots that were freed since the last call, int64 tensors, with their pools and who freed them.
 
         They lie on the allocator's device. Where many requests have freed some, nobody is named.
@@ -122,7 +122,7 @@ class Lifetime:
         device. A slot that was freed twice is there twice.
         """
         freed, self._freed = self._freed, {}
-        result: list[tuple[KvPool, Sequence[torch.Tensor], int]] = []
+        result: list[tuple[KvPool, list[torch.Tensor], int]] = []
         for half, told in freed.items():
             for owner, slots in _by_owner(told).items():
                 result += [(pool, slots, owner) for pool in self._pools[half]]
