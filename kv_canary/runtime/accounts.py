@@ -80,7 +80,7 @@ class Accounts:
         self.observers: tuple[Observer, ...] = ()
         # Whether any of them wants to know of each quiet step; and whether any looks at forwards.
         self.wants_quiet_steps = self.shows_forwards = False
-        # They want to know of every step, and of most no more than its number.
+        # They want to know how far steps have been drained, and of most no more than the number.
         self._checks: list[HealthCheck] = []
         self.join(*observers)
         self._config, self._guard, self._costs = config, guard, costs

@@ -67,7 +67,7 @@ class DeviceTimer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._spans: list[tuple[torch.Event, torch.Event]] = []
-        # Events that time nothing now: to make one takes far longer than to record it.
+        # Events that time nothing now, for the next step.
         self._spare: list[tuple[torch.Event, torch.Event]] = []
 
     @contextmanager

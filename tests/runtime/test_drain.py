@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import re
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -477,13 +478,19 @@ def test_what_a_step_has_found_is_told_with_the_words_of_each() -> None:
 
 
 def test_steps_of_which_nobody_is_told_are_counted_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = []
+    counted, told = [], []
     for merges in (False, True):
         engine = full_engine()
         steps = engine.manager._steps
         poll, look = steps._drain.poll, steps.look
         monkeypatch.setattr(steps, "look", lambda wait=False: None)
-        monkeypatch.setattr(steps._drain, "poll", lambda poll=poll, merges=merges, **_: poll(merges=merges))
+
+        def polled(poll: Callable[..., Findings], merges: bool, **_: bool) -> Findings:
+            findings = poll(merges=merges)
+            told.append(len(findings.steps))
+            return findings
+
+        monkeypatch.setattr(steps._drain, "poll", lambda p=poll, m=merges, **_: polled(p, m))
         a = engine.add("a", 40)
         for _ in range(6):
             engine.step((a, 3))
@@ -491,5 +498,6 @@ def test_steps_of_which_nobody_is_told_are_counted_all_the_same(monkeypatch: pyt
         summary = engine.manager.summary()
         counted.append((summary.positions_relied_on, summary.positions_verified, summary.launches, summary.watching))
         assert steps.drained == 6
+    assert told == [6, 1]
     assert counted[0] == counted[1]
     assert counted[0][:2] == (45, 45)

@@ -522,3 +522,19 @@ def test_views_of_one_buffer_that_differ_in_length_share_no_graph(sizes: tuple[i
             request.cached += 1
     assert [r.sentence for r in engine.found()] == []
     assert recorder.replayed
+
+
+def test_what_a_capture_makes_can_be_changed_in_any_mode_of_the_engines() -> None:
+    made: list[torch.Tensor] = []
+
+    def capture(launch: Launch) -> Launch:
+        made.append(torch.zeros(1))
+        return launch
+
+    replays = Replays(capture)
+    with torch.inference_mode():
+        for _ in range(RUNS_BEFORE_CAPTURE):
+            replays.run("key", lambda: None)
+    [its] = made
+    its += 1
+    assert its.tolist() == [1]

@@ -414,6 +414,7 @@ def test_a_window_that_is_a_ring_of_the_row_is_not_tracked():
 
 
 def numbers_of(parts: Sequence[torch.Tensor]) -> set[int]:
+    """Return the numbers in these tensors."""
     return {number for part in parts for number in part.tolist()}
 
 

@@ -187,8 +187,8 @@ class Lifetime:
         """Take in that slots were freed, in a tensor of any integers, by whom `_note` says."""
         if not slots.numel():
             return
-        # As they are where all of the memory is theirs, like what the prefix cache held: to copy each on its way out
-        # would be most of what an eviction costs. Else it may be a part of a request's row, which is another's soon.
+        # As they are where all of the memory is theirs, like what the prefix cache held: a copy would be a launch more.
+        # Else it may be a part of a request's row, which is another's soon.
         is_whole = slots.dtype == torch.int64 and slots.untyped_storage().nbytes() == slots.nbytes
         self._note(half, slots if is_whole else slots.to(torch.int64, copy=True), in_order=True)
 
